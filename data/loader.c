@@ -141,18 +141,12 @@ static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic,
             "%s is a file of llm.c, but no shard of 16-bit tokens (its first number is %d); name those or a text", path,
             magic);
     }
-    if (format == DATA_SHARDS) {
-        return data_error(error,
-                          "%s is not a shard of tokens (its first number is %d, a shard's is %d); type --data-format "
-                          "auto",
-                          path, magic, SHARD_MAGIC);
-    }
-    if (!content_is_text(file->descriptor, file->bytes, path, error)) return false;
-    return !text_ends(path, ".bin") ||
+    if (format == DATA_AUTO && !content_is_text(file->descriptor, file->bytes, path, error)) return false;
+    return (format == DATA_AUTO && !text_ends(path, ".bin")) ||
            data_error(error,
                       "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
-                      "add --data-format bytes to train on its bytes",
-                      path, magic, SHARD_MAGIC);
+                      "type --data-format %s to train on it as a text",
+                      path, magic, SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
 }
 
 // Checks the header of a shard against the file.

@@ -468,10 +468,11 @@ class Parts:
         """Yields the texts that a vocabulary is trained on: at most BPE_BYTES of the training part."""
         size, notes = 0, Notes(self.options.strict)  # encoding will meet the same documents and note them
         for part, piece in self.tagged():
-            if part == "train" and size < BPE_BYTES:
-                for _, text, _ in texts_of([piece], self.options.field, False, notes):
-                    yield text
-                    size += len(piece.data)
+            if size >= BPE_BYTES:
+                return
+            for _, text, _ in texts_of([piece] if part == "train" else [], self.options.field, False, notes):
+                yield text
+                size += len(piece.data)
 
 
 def write_shards(options, parts, words, folder, notes):

@@ -327,7 +327,7 @@ DATA_TEST(data_loader_bad_files) {
     const char* const texts[][2] = {
         {"", "is empty"},
         {"ab", "not a shard of tokens"},
-        {"Once upon a time there was a text in a file called .bin", "or add --data-format bytes to train"}};
+        {"Once upon a time there was a text in a file called .bin", "or type --data-format bytes to train"}};
     auto refused = [&](const char* why) {
         expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, why);
         expect(strstr(error, "x.bin"), "%s does not name the file", error);
