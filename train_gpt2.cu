@@ -1192,7 +1192,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_optim(folder, text);
     report_schedule(folder, optim_usual_lr(o->rule, o->channels), optim_usual_lr("", o->channels));
     report_memory(folder, plan, world, m->parameters, available_to(m));
-    if (folder->taken) run_say(folder, " resume   takes the checkpoint's%s\n", folder->taken);
+    if (run->resume.taken) run_say(folder, " resume   takes the checkpoint's%s\n", run->resume.taken);
     if (*run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
 }
 

@@ -347,20 +347,6 @@ bool options_print(const Options* options, FILE* file) {
     return options->help || options->version || completes;
 }
 
-const char* text_count(double n) {
-    const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
-    double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
-    const int digits = !unit[0] || scaled >= 100 ? 0 : scaled >= 10 ? 1 : 2;
-    return text_kept("%.*f%s", digits, scaled, unit);
-}
-
-const char* text_duration(double seconds) {
-    const long long s = (long long)(seconds + 0.5);
-    if (s < 60) return text_kept("%llds", s);
-    if (s < 3600) return text_kept("%lldm%02llds", s / 60, s % 60);
-    return text_kept("%lldh%02lldm", s / 3600, s / 60 % 60);
-}
-
 const char* shell_word(const char* text) {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
     char* word = text[0] && !text[strspn(text, plain)] ? NULL : memory_take(4 * strlen(text) + 3);

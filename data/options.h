@@ -61,9 +61,6 @@ void options_json(const Options* options, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const Options* options, FILE* file);
 
-// These return readable numbers, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
-const char* text_count(double n);
-const char* text_duration(double seconds);
 // Reads a number and a letter of `units` behind it, in either case: the first one multiplies it by `factor`, the second
 // by its square, and so on. *end is what follows: "" if nothing does, and not "" if the text is no decimal number.
 double text_number(const char* text, const char* units, double factor, const char** end);

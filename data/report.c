@@ -6,6 +6,22 @@
 #include "clock.h"
 #include "text.h"
 
+// Returns a readable number: 124475904 as "124M".
+static const char* text_count(double n) {
+    const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
+    double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
+    const int digits = !unit[0] || scaled >= 100 ? 0 : scaled >= 10 ? 1 : 2;
+    return text_kept("%.*f%s", digits, scaled, unit);
+}
+
+// Returns 3725 seconds as "1h02m".
+static const char* text_duration(double seconds) {
+    const long long s = (long long)(seconds + 0.5);
+    if (s < 60) return text_kept("%llds", s);
+    if (s < 3600) return text_kept("%lldm%02llds", s / 60, s % 60);
+    return text_kept("%lldh%02lldm", s / 3600, s / 60 % 60);
+}
+
 void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V) {
     const Dataset* const parts[] = {train, val};
     const int T = (int)run->options->seq;

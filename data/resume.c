@@ -261,7 +261,7 @@ static void resume_rate(Resume* resume, RunState* state, Schedule* now) {
 
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule) {
     RunState now = {.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
-    now.best_val = INFINITY, run->state = now, run->taken = resume->taken;
+    now.best_val = INFINITY, run->state = now;
     if (!resume->state) return;
     RunState* state = &run->state;
     *state = run_state_read(resume->state, &now);

@@ -18,7 +18,6 @@ typedef struct {
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
     Options* options;
     const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
-    const char* taken;       // paths that a resumed checkpoint names and that were not typed; NULL: none
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
     SpecialTokens special;

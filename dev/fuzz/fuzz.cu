@@ -62,21 +62,6 @@ static void put(const char* name, FuzzInput input, FuzzInput end = {"", 0}) {
     fclose(file);
 }
 
-static void write_json(FILE* file, const Json* json) {
-    if (json->key) json_write_string(file, json->key), fputc(':', file);
-    if (json->kind == JSON_STRING) json_write_string(file, json->text);
-    if (json->kind == JSON_NUMBER) json_write_number(file, json->number);
-    if (json->kind == JSON_BOOL) fputs(json->number != 0.0 ? "true" : "false", file);
-    if (json->kind == JSON_NULL) fputs("null", file);
-    if (json->kind != JSON_ARRAY && json->kind != JSON_OBJECT) return;
-    fputc(json->kind == JSON_ARRAY ? '[' : '{', file);
-    for (const Json* child = json->child; child; child = child->next) {
-        write_json(file, child);
-        if (child->next) fputc(',', file);
-    }
-    fputc(json->kind == JSON_ARRAY ? ']' : '}', file);
-}
-
 // What was parsed, written again, is JSON.
 static void fuzz_json(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "", *text = nullptr;
@@ -85,7 +70,7 @@ static void fuzz_json(FuzzInput input) {
     if (!json) return demand_sentence(error);
     json_int(json, "a", 0), json_number(json, "a", 0), json_string(json, "a", "");
     FILE* file = open_memstream(&text, &bytes);
-    write_json(file, json);
+    json_write(file, json);
     fclose(file);
     Json* again = json_parse(text, (int64_t)bytes, "output", error);
     demand(again != nullptr);
