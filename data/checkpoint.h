@@ -34,19 +34,22 @@ enum { CHECKPOINT_VERSION = 1 };  // of state.json
 // Returns what state.json's tree holds; what it lacks is as in `otherwise`.
 RunState run_state_read(const Json* json, const RunState* otherwise);
 
+// A file of a checkpoint as it was written.
+typedef struct {
+    const char* name;
+    uint32_t crc;
+    int64_t bytes;  // -1: not known yet, nor is crc; checkpoint_seal finds both if the file exists
+} CheckpointFile;
+
 // A checkpoint that is being written. Each file is gathered, checked, summed and written in one pass: checkpoint_begin
 // makes the folder; then come the model's tensors and the optimizer's arrays, in the order of their lists;
 // checkpoint_end adds the other files, seals them, and gives the folder its name. The first failure leaves a sentence
 // in `error`; checkpoint_abandon then removes what was written. A process that writes nothing begins none, with a
 // zeroed writer, and these functions do nothing.
 typedef struct {
-    const char* name;
-    uint32_t crc;
-    int64_t bytes;  // -1: not known yet, nor is crc; checkpoint_seal finds both if the file exists
-} CheckpointFile;
-typedef struct {
-    const char *run_folder, *path,
-        *folder;  // of the checkpoint, and with .tmp while it is written; NULL: nothing is written
+    const char* run_folder;
+    const char* path;
+    const char* folder;  // `path` with .tmp, while it is written; NULL: this process writes nothing
     char* error;
     bool nonfinite;              // a value was not finite
     SafetensorsWriter* tensors;  // of the file that is open

@@ -25,6 +25,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
 // be read.
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val);
+
 // A step that is done.
 typedef struct {
     double loss, norm, lr;  // of the step; loss and norm are NaN or infinite if it changed nothing
