@@ -47,10 +47,9 @@ typedef struct {
 // in `error`; checkpoint_abandon then removes what was written. A process that writes nothing begins none, with a
 // zeroed writer, and these functions do nothing.
 typedef struct {
-    const char* run_folder;
-    const char* path;
-    const char* folder;  // `path` with .tmp, while it is written; NULL: this process writes nothing
     char* error;
+    const char *run_folder, *path;
+    const char* folder;          // `path` with .tmp, while it is written; NULL: this process writes nothing
     bool nonfinite;              // a value was not finite
     SafetensorsWriter* tensors;  // of the file that is open
     CheckpointFile file[16];

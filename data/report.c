@@ -6,7 +6,7 @@
 #include "clock.h"
 #include "text.h"
 
-// Returns a readable number: 124475904 as "124M".
+// These return readable numbers: 124475904 as "124M", 3725 seconds as "1h02m".
 static const char* text_count(double n) {
     const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
     double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
@@ -14,7 +14,6 @@ static const char* text_count(double n) {
     return text_kept("%.*f%s", digits, scaled, unit);
 }
 
-// Returns 3725 seconds as "1h02m".
 static const char* text_duration(double seconds) {
     const long long s = (long long)(seconds + 0.5);
     if (s < 60) return text_kept("%llds", s);
