@@ -384,16 +384,6 @@ static bool is_elsewhere(const NibbleOptim* optim, int tensor) {
     return optim->shares > 0 && optim->owner[tensor] != optim->share;
 }
 
-struct OwnedTensor {
-    int64_t offset, elements;
-    int tensor;
-};
-
-static int compare_owned(const void* a, const void* b) {
-    const OwnedTensor *x = (const OwnedTensor*)a, *y = (const OwnedTensor*)b;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
 // Returns true if a cut tensor's rows do not hold whole blocks and bytes of states. The position of the cuts does not
 // matter, so that the states are the same for any number of processes. A vector's rows are its elements.
 static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
@@ -413,23 +403,22 @@ static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
 // about equal size. A share is a run of the arena, since a plan keeps one run; a tensor belongs to the share that
 // contains its middle.
 static void owners_find(NibbleOptim* optim, const Plan* plan) {
-    OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
-    int count = 0;
-    int64_t all = 0, before = 0;
+    const OptimTensor* whole = optim->whole;
+    int64_t all = 0;
     for (int t = 0; t < optim->count; t++) {
-        optim->owner[t] = -1;
         const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
-        if (optim->shares == 0) continue;
-        if (!config_reads_whole(config) && !cuts_split(config, &optim->tensor[t])) continue;
-        owned[count++] = {optim->whole[t].offset, tensor_padded(&optim->whole[t]), t};
-        all += tensor_padded(&optim->whole[t]);
+        const bool owned = config_reads_whole(config) || cuts_split(config, &optim->tensor[t]);
+        optim->owner[t] = owned && optim->shares > 0 ? 0 : -1;
+        if (optim->owner[t] >= 0) all += tensor_padded(&whole[t]);
     }
-    qsort(owned, (size_t)count, sizeof(OwnedTensor), compare_owned);
-    for (int i = 0; i < count; before += owned[i++].elements) {
-        const double middle = ((double)before + 0.5 * (double)owned[i].elements) / (double)(all > 0 ? all : 1);
-        optim->owner[owned[i].tensor] = (int)(middle * optim->shares);
+    for (int t = 0; t < optim->count; t++) {
+        double middle = 0.5 * (double)tensor_padded(&whole[t]);
+        for (int u = 0; u < optim->count && optim->owner[t] >= 0; u++) {
+            const bool before = optim->owner[u] >= 0 && whole[u].offset < whole[t].offset;
+            middle += before ? (double)tensor_padded(&whole[u]) : 0.0;
+        }
+        if (optim->owner[t] >= 0) optim->owner[t] = (int)(middle / (double)(all > 0 ? all : 1) * optim->shares);
     }
-    free(owned);
 }
 
 // Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".

@@ -93,36 +93,26 @@ OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int6
 
 constexpr int MOVERS = 256;  // iterations that share the elements of a tile
 
-// Copies the tiles with a slot into the arenas beside.
-struct BringTiles {
+// Copies the tiles with a slot into the arenas beside or, if `back`, their weights back.
+struct MoveTiles {
     PlacedView view;
+    bool back;
 
     OPTIM_INLINE void at(int64_t index) const {
         const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
-        const PlacedPointers from = view.pointers[tile.tensor];
+        const PlacedPointers of = view.pointers[tile.tensor];
         const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS,
                       grads = (int64_t)tile.grads_slot * TILE_ELEMENTS;
         for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS; i += MOVERS) {
             const bool there = i >= tile.begin && i < tile.end;
-            if (weights >= 0) {
-                placed_copy(view.weights, weights + i, from.weights, tile.from + i, view.weight_bytes, there);
+            if (weights >= 0 && back && there) {
+                placed_copy(of.weights, tile.from + i, view.weights, weights + i, view.weight_bytes, true);
             }
-            if (grads >= 0) placed_copy(view.grads, grads + i, from.grads, tile.from + i, view.grad_bytes, there);
-        }
-    }
-};
-
-// Copies their weights back.
-struct ReturnTiles {
-    PlacedView view;
-
-    OPTIM_INLINE void at(int64_t index) const {
-        const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
-        void* to = view.pointers[tile.tensor].weights;
-        const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS;
-        for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS && weights >= 0; i += MOVERS) {
-            if (i < tile.begin || i >= tile.end) continue;
-            placed_copy(to, tile.from + i, view.weights, weights + i, view.weight_bytes, true);
+            if (back) continue;
+            if (weights >= 0) {
+                placed_copy(view.weights, weights + i, of.weights, tile.from + i, view.weight_bytes, there);
+            }
+            if (grads >= 0) placed_copy(view.grads, grads + i, of.grads, tile.from + i, view.grad_bytes, there);
         }
     }
 };
@@ -556,12 +546,12 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     const BeginStep begin = {step->grad_scale, step->found_inf, tables->scalars + 1, tables->clock,
                              capturing ? 0 : step->step};
     if (begins) for_each(dev, begin, 1);
-    for_each(dev, BringTiles{tables->view}, tables->staged * MOVERS);
+    for_each(dev, MoveTiles{tables->view, false}, tables->staged * MOVERS);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
         if (begins_passes(tables, run)) run_take(tables, run, step, scale, true, capturing);
         run_take(tables, run, step, scale, false, capturing);
     }
     tables_settle(tables, scale);
-    for_each(dev, ReturnTiles{tables->view}, tables->staged * MOVERS);
+    for_each(dev, MoveTiles{tables->view, true}, tables->staged * MOVERS);
 }
