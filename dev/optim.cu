@@ -7,7 +7,7 @@
 // plain C path in every array; rules that read matrices, whose products round otherwise, are not compared.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
-//   without names: the presets and every listed format of the tables; dev/plot_optim.py draws the CSV
+//   without names: the presets and every listed format of the tables; dev/plot.py draws the CSV
 #define TESTING
 #include <errno.h>
 

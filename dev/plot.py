@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Draws the loss curves of one or more runs from their log.jsonl.
+"""Draws the loss curves of one or more runs from their log.jsonl, or the table of dev/optim.
 
     pip install -r dev/requirements.txt
     python dev/plot.py runs/adamw32 runs/adamw8 -o loss.png --x tokens --smooth 20
+    ./build/dev/optim --csv optim.csv && python dev/plot.py optim.csv -o optim.png    # a bar a size, % of the copy rate
 
 RUN is a run folder or its log.jsonl. For each run the training loss is a thin line (with --smooth N the mean over the
 N records around each, with the unsmoothed loss pale behind it) and the validation loss a thick one with dots, in the
@@ -10,12 +11,13 @@ same colour. Where a run was evaluated (--eval-every), its right answers are dra
 redoes replaces what was logged before (runlog.py). A loss of null was not finite and leaves a gap.
 """
 
+import csv
 import math
 import os
 import sys
 
 from colours import COLOURS, plain
-from problem import Parser, Problem, answered, installs, say
+from problem import Parser, Problem, answered, installs, regular, say
 from runlog import RunLog, numbers
 
 try:
@@ -152,7 +154,32 @@ def read_logs(runs):
     return logs
 
 
-def draw(options):
+def draw_shares(path):
+    """Returns a figure of the CSV of dev/optim."""
+    try:
+        with open(regular(path), encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        if not rows:
+            raise ValueError("it holds no rows")
+        share = {(row["combination"], row["size"]): float(row["percent_of_copy"]) for row in rows}
+        names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("combination", "size"))
+        height = 0.8 / len(sizes)
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
+        raise Problem(f"{path}: {error}; give the file that dev/optim --csv wrote") from None
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.28 * len(names)))
+    for i, size in enumerate(sizes):
+        places = [n + height * (i - (len(sizes) - 1) / 2) for n in range(len(names))]
+        axes.barh(places, [share.get((name, size), 0.0) for name in names], height, color=COLOURS[i % 8], label=size)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set(xlim=(0, 100), ylim=(len(names) - 0.4, -0.6))
+    axes.set_xlabel("bytes that must move over time, % of the copy rate of the same run")
+    axes.legend(fontsize=7, loc="lower left")
+    figure.tight_layout()
+    return figure
+
+
+def draw_runs(options):
+    """Returns a figure of the losses of runs and, where they were evaluated, of their right answers."""
     found = read_logs(options.runs)
     logs, names = list(found.values()), run_names(found)
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
@@ -170,6 +197,12 @@ def draw(options):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    return figure
+
+
+def draw(options):
+    shares = len(options.runs) == 1 and options.runs[0].endswith(".csv")
+    figure = draw_shares(options.runs[0]) if shares else draw_runs(options)
     try:
         figure.savefig(options.output, dpi=150)
     except (OSError, ValueError) as error:
@@ -180,7 +213,7 @@ def draw(options):
 
 def main():
     parser = Parser(prog="plot", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or its log.jsonl")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or its log.jsonl; or a CSV of dev/optim")
     parser.add_argument(
         "-o", "--output", default="loss.png", metavar="FILE", help=".png, .svg or .pdf (default: %(default)s)"
     )

@@ -27,13 +27,6 @@ from sweep import NEUTRAL
 FEW = 10  # from so many pairs on a configuration's own scatter is its error
 ENOUGH = 10  # degrees of freedom: the pooled sd is then within a factor of 1.8, nineteen times in twenty
 
-CSV_COLUMNS = (
-    "group", "configuration", "rule", "weights", "m", "v", "state_bytes", "weights_bytes", "seeds_done", "seeds",
-    "final_loss", "baseline", "difference", "standard_error", "pairs", "tokens_per_second", "runs_sharing",
-    "memory_mib", "skipped_steps", "status",
-)  # fmt: skip
-
-
 @dataclass
 class Row:
     """Holds one configuration. `records`: {seed: record} of the runs that have ended, in whatever way."""
@@ -230,47 +223,33 @@ def shown(value, pattern, nothing=""):
     return nothing if value is None else pattern % value
 
 
+# The columns of table.csv.
+CSV = {
+    "group": lambda row: row.group,
+    "configuration": lambda row: row.name,
+    **{name: lambda row, name=name: row.format(name) for name in ("rule", "weights", "m", "v")},
+    **{name: lambda row, name=name: shown(row.any(name), "%.4g") for name in ("state_bytes", "weights_bytes")},
+    "seeds_done": lambda row: len(row.done),
+    "seeds": lambda row: row.seeds,
+    "final_loss": lambda row: shown(row.loss, "%.6f"),
+    "baseline": lambda row: row.baseline,
+    "difference": lambda row: shown(row.difference, "%.6f"),
+    "standard_error": lambda row: shown(row.error, "%.6f"),
+    "pairs": lambda row: row.pairs,
+    "tokens_per_second": lambda row: shown(row.mean("tokens_per_second"), "%.0f"),
+    "runs_sharing": lambda row: row.sharing or "",
+    "memory_mib": lambda row: shown(row.any("memory_mib"), "%.1f"),
+    "skipped_steps": lambda row: sum(record["skipped"] for record in row.records.values()),
+    "status": lambda row: row.status(),
+}
+
+
 def csv_text(table):
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for row in table:
-        writer.writerow(
-            [row.group, row.name, row.format("rule"), row.format("weights"), row.format("m"), row.format("v")]
-            + [shown(row.any("state_bytes"), "%.4g"), shown(row.any("weights_bytes"), "%.4g"), len(row.done), row.seeds]
-            + [
-                shown(row.loss, "%.6f"),
-                row.baseline,
-                shown(row.difference, "%.6f"),
-                shown(row.error, "%.6f"),
-                row.pairs,
-            ]
-            + [
-                shown(row.mean("tokens_per_second"), "%.0f"),
-                row.sharing or "",
-                shown(row.any("memory_mib"), "%.1f"),
-            ]
-            + [sum(record["skipped"] for record in row.records.values()), row.status()]
-        )
+    writer.writerow(CSV)
+    writer.writerows([cell(row) for cell in CSV.values()] for row in table)
     return out.getvalue()
-
-
-HEADINGS = (
-    "configuration",
-    "weights",
-    "m",
-    "v",
-    "state B",
-    "weights B",
-    "val loss",
-    "− baseline",
-    "± s.e.",
-    "n",
-    "baseline",
-    "tokens/s",
-    "memory",
-    "",
-)
 
 
 def speed_text(row):
@@ -289,27 +268,32 @@ def alone(row, text):
     return f"({text})" if text and row.sharing > 1 else text
 
 
+def differs_text(row):
+    if row.name == row.baseline:
+        return "baseline"
+    return shown(row.difference, "%+.4f") + " (unpaired)" * (row.difference is not None and row.pairs == 0)
+
+
+# The columns of table.md and report.html.
+HEADINGS = {
+    "configuration": lambda row: row.name,
+    **{name: lambda row, name=name: row.format(name) for name in ("weights", "m")},
+    "v": lambda row: row.format("v") or ("none" if row.records else ""),
+    "state B": CSV["state_bytes"],
+    "weights B": CSV["weights_bytes"],
+    "val loss": lambda row: shown(row.loss, "%.4f"),
+    "− baseline": differs_text,
+    "± s.e.": lambda row: shown(row.error, "%.4f"),
+    "n": lambda row: str(len(row.done)) + (f" ({row.pairs} pairs)" if 0 < row.pairs < len(row.done) else ""),
+    "baseline": lambda row: row.baseline if row.name != row.baseline else "",
+    "tokens/s": lambda row: alone(row, speed_text(row)),
+    "memory": lambda row: alone(row, memory_text(row)),
+    "": lambda row: "" if row.status() == "done" else row.status(),
+}
+
+
 def cells(row):
-    """Returns a row as texts in the order of HEADINGS."""
-    differs = shown(row.difference, "%+.4f") if row.name != row.baseline else "baseline"
-    if row.difference is not None and row.pairs == 0:
-        differs += " (unpaired)"
-    return [
-        row.name,
-        row.format("weights"),
-        row.format("m"),
-        row.format("v") or ("none" if row.records else ""),
-        shown(row.any("state_bytes"), "%.4g"),
-        shown(row.any("weights_bytes"), "%.4g"),
-        shown(row.loss, "%.4f"),
-        differs,
-        shown(row.error, "%.4f"),
-        str(len(row.done)) + (f" ({row.pairs} pairs)" if 0 < row.pairs < len(row.done) else ""),
-        row.baseline if row.name != row.baseline else "",
-        alone(row, speed_text(row)),
-        alone(row, memory_text(row)),
-        "" if row.status() == "done" else row.status(),
-    ]
+    return [cell(row) for cell in HEADINGS.values()]
 
 
 def groups(table):

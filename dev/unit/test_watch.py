@@ -285,7 +285,7 @@ def test_errors(case):
     case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
     case.refuse("plot.py", "there is no loss in it yet", case.log("b", CONFIG))
     (case.folder / "cut.csv").write_text("combination,size,percent_of_copy\nadamw8,1g\n")
-    case.refuse("plot_optim.py", "give the file that dev/optim --csv wrote", case.folder / "cut.csv")
+    case.refuse("plot.py", "give the file that dev/optim --csv wrote", case.folder / "cut.csv")
     case.refuse("plot.py", "line 2: not a record", case.log("c", CONFIG, "oh\n", train(1)))
 
 
