@@ -12,161 +12,246 @@
 //    NH 12, T 1024): measured, 0.4 to 0.6 us of a tile's 2.6. An addition in the cache costs as much as a plain store;
 //    to read, add and store costs more.
 //
-// A block stays on its multiprocessor and draws tiles of keys until there are none. For heads of 64 it has three
-// warpgroups (for heads of 128 four, see attention_hopper_backward_wide.cuh):
-//  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
-//    out of wgmma in the layout in which p^T and ds^T go back in, from registers, for dv += p^T dout and dk += ds^T q.
-//    ds goes through shared memory, for dq = ds k, of which each group computes 64 queries. That product is made a tile
-//    late, when the other group has long written its half of ds, so that the groups need not run in lockstep: while one
-//    computes exponentials, the other's products keep the tensor cores busy.
-//  - one loads (one thread: k and v of two tiles of keys, q and dout of two tiles of queries, by TMA) and
-//    keeps the order of dq (a warp for each computing group, see hopper_backward_order).
+// A block stays on its multiprocessor and draws tiles of keys until there are none. It has four warpgroups, and takes
+// the scores transposed: s^T = k q^T and dp^T = v dout^T come out of wgmma in the layout in which p^T and ds^T go back
+// in, from registers, for dv += p^T dout and dk += ds^T q. Tiles have 128 queries (heads of 64) or 64 (heads of 128):
+//  - two groups compute dk and dv of 64 keys each. s and dp take turns in the same registers: p, rounded, replaces s;
+//    dv needs it and ds is made from it. dv begins while ds is made, then dk, then the next s; the other groups'
+//    products fill the gaps. ds goes through shared memory. 208 registers.
+//  - one computes dq = ds k, 64 queries x 64 columns at a time, and adds it. So waiting for dq's turn does not delay
+//  the
+//    other groups' next tile, unless this group is two tiles behind. 72 registers.
+//  - one loads (one thread: k of two tiles of keys, v of one, q and dout of two tiles of queries, by TMA) and keeps the
+//    order of dq (one warp, see hopper_backward_order). 24 registers. That is 512 registers per lane, all there are.
+// At the first queries that heads of 128 see of a tile of keys, the later 64 keys are masked, so their group goes on to
+// its next tile. The groups exchange the halves of the keys from one tile of keys to the next, so that both save this
+// work: 4 of 72 tiles of a head at T 1024.
+//
 // Flags keep the order of dq, which makes it deterministic: of the tiles of keys that a tile of queries sees, the first
 // in the order stores its share, the others add theirs when the flag says that it is their turn, and the last one reads
 // the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket,
 // so that a block waits only for blocks with earlier tickets, and the wait ends (hopper_backward_work). q, dout and the
-// sums of all heads in flight fit in the L2 cache together. Two directions are possible, see HopperBackward.
+// sums of all heads in flight fit in the L2 cache together.
 //
 // The bias of the linear layer below needs the column sums of dqkv. A warp sums its 16 rows in registers when it stores
 // them, and writes 64 floats beside 16 x 64 results; a separate kernel would read all of dqkv again.
-//
-// Registers, of 240 per thread: s and dp 64 each (p and ds replace them in bf16), dk and dv 32 each, dq 32 in dp's
-// place.
 #pragma once
 
 #include "attention_hopper_backward_parts.cuh"
-#include "attention_hopper_backward_wide.cuh"
 
-// p and ds = p (dp - D) as left operands.
+// True if the second half of the keys is later than all queries of a tile.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_pack(uint32_t (&p)[Shape::BM / 16][4],
-                                                     uint32_t (&ds)[Shape::BM / 16][4],
-                                                     const float (&s)[Shape::BM / 8][4],
-                                                     const float (&dp)[Shape::BM / 8][4], const float* D /*(BM)*/) {
+__device__ __forceinline__ bool hopper_backward_half(const HopperBackwardTile& tile) {
+    return Shape::SKIPS && tile.query_tile * Shape::BM == tile.key_tile * Shape::BN;
+}
+
+// Returns the half of the keys that a group has in the block's tile of keys number `sequence`.
+__device__ __forceinline__ int hopper_backward_part(int group, int sequence) {
+    return group ^ (sequence & 1);
+}
+
+// A part of dq = or += ds k. Each branch has a whole product, since the compiler makes products that are in
+// flight across a branch wait for each other.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_dq_product(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile,
+                                                           uint32_t k_tile, const HopperBackwardTile& tile, int part,
+                                                           bool add) {
+    if (hopper_backward_half<Shape>(tile)) {
+        wgmma_fence();
+        hopper_backward_dq<Shape, Shape::BN / 2>(dq, ds_tile, k_tile, part, add);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(dq);
+    } else {
+        wgmma_fence();
+        hopper_backward_dq<Shape>(dq, ds_tile, k_tile, part, add);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(dq);
+    }
+}
+
+// The group that computes dq. The last tile of keys that adds to a tile of queries starts from the sum of the others,
+// so it waits for its turn before its product.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_queries(HopperBackwardShared<Shape>& shared, uint32_t memory,
+                                                        const HopperBackwardArguments& a) {
+    EpilogueStaging out = {nullptr, 0, 0, Shape::CODES ? *a.codes.scale : 1.0f, {}};
+    HopperBackwardTile tile;
+    int count = 0;  // of tiles
+    for (int n = 0; hopper_backward_take<Shape>(tile, shared, a, n); n++) {
+        const int last = hopper_backward_last<Shape>(tile.key_tile);
+        for (; tile.query_tile >= last; tile.query_tile--, count++) {
+            const uint32_t ds_tile = memory + Shape::DS + count % 2 * Shape::DS_BYTES;
+            const uint32_t k_tile = memory + n % 2 * Shape::KEY_BYTES;
+            const bool final = hopper_backward_final<Shape>(tile.key_tile, tile.query_tile);
+            const bool add = final && tile.key_tile > 0;
+            hopper_backward_uneven<Shape>(tile);
+            if (add) group_sync(GO_BARRIER, ORDER_THREADS);
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                float dq[Shape::DQ_COLUMNS / 8][4];
+                if (add) hopper_backward_dq_before<Shape>(dq, a, tile, part);
+                if (part == 0) barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 13);
+                hopper_backward_dq_product<Shape>(dq, ds_tile, k_tile, tile, part, add);
+                if (part == 1) {
+                    warp_arrive(&shared.ds_empty[count % 2]);
+                    if (tile.query_tile == last) barrier_arrive(shared_offset(&shared.key_empty[n % 2]));
+                } else if (!add) {
+                    group_sync(GO_BARRIER, ORDER_THREADS);
+                }
+                if (final)
+                    hopper_backward_dq_write<Shape>(dq, out, a, tile, part);
+                else
+                    hopper_backward_dq_add<Shape>(dq, a, tile, part);
+            }
+            group_arrive(DONE_BARRIER, ORDER_THREADS);
+        }
+    }
+    if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
+}
+
+// Rounds s, which holds p, to a left operand.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_round(uint32_t (&p)[Shape::BM / 16][4],
+                                                      const float (&s)[Shape::BM / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < Shape::BM / 8; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) p[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][r * 2], s[n][r * 2 + 1]);
+}
+
+// ds = p (dp - D), from the rounded p. The product for dv, in flight, reads p too, so p must stay until dv is done.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_ds(uint32_t (&ds)[Shape::BM / 16][4],
+                                                   const uint32_t (&p)[Shape::BM / 16][4],
+                                                   const float (&dp)[Shape::BM / 8][4], const float* D /*(BM)*/) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Shape::BM / 8; n++) {
         const float2 d = *reinterpret_cast<const float2*>(D + n * 8 + t * 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float p0 = s[n][r * 2], p1 = s[n][r * 2 + 1];
-            p[n / 2][n % 2 * 2 + r] = pack_bf16(p0, p1);
-            ds[n / 2][n % 2 * 2 + r] = pack_bf16(p0 * (dp[n][r * 2] - d.x), p1 * (dp[n][r * 2 + 1] - d.y));
+            const float2 pair = pair_floats(p[n / 2][n % 2 * 2 + r]);
+            ds[n / 2][n % 2 * 2 + r] = pack_bf16(pair.x * (dp[n][r * 2] - d.x), pair.y * (dp[n][r * 2 + 1] - d.y));
         }
     }
 }
 
-// Starts a group's dq of tile number `count`, which `tile` is.
+// Releases the buffers of a tile whose keys are masked for this group, as if it had computed it.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_start(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t memory,
-                                                         const HopperBackwardTile& tile, int count, int group) {
-    wgmma_fence();
-    hopper_backward_dq<Shape>(dq, memory + Shape::DS + count % 2 * Shape::DS_BYTES,
-                              memory + tile.sequence % 2 * Shape::KEY_BYTES, group);
-    wgmma_commit();
+__device__ __forceinline__ void hopper_backward_pass(HopperBackwardShared<Shape>& shared,
+                                                     const HopperBackwardArguments& a, const HopperBackwardTile& tile,
+                                                     int count) {
+    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 17);
+    barrier_arrive(shared_offset(&shared.empty[count % 2]));
+    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1, 18);
+    warp_arrive(&shared.ds_full[count % 2]);
+    if (tile.query_tile != hopper_backward_last<Shape>(tile.key_tile)) return;
+    warp_arrive(&shared.v_empty);
+    barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
 }
 
-// Starts a group's dv += p dout and dk += ds q, from q and dout in a stage.
+// Moves on to a group's next tile: the block's next one or, if its keys are masked, the one after it. False when there
+// is none.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_keys_start(float (&dk)[Shape::HS / 8][4], float (&dv)[Shape::HS / 8][4],
-                                                           const uint32_t (&p)[Shape::BM / 16][4],
-                                                           const uint32_t (&ds)[Shape::BM / 16][4], uint32_t q_tile,
-                                                           bool add) {
-    wgmma_fence();
-    hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, add);
-    hopper_backward_sum<Shape>(dk, ds, q_tile, add);
-    wgmma_commit();
-}
-
-// Ends a tile's dq: frees its ds and, after the last tile, its k, and adds dq to the sum when it is its turn, or writes
-// the result.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_COLUMNS / 8][4],
-                                                        HopperBackwardShared<Shape>& shared, int buffer,
-                                                        EpilogueStaging& out, const HopperBackwardArguments& a,
-                                                        const HopperBackwardTile& tile, int group) {
-    warp_arrive(&shared.ds_empty[buffer]);
-    if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile))
-        barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
-    hopper_backward_uneven<Shape>(tile);
-    group_sync(GO_BARRIER + group, ORDER_THREADS);
-    if (!hopper_backward_final<Shape>(tile.key_tile, tile.query_tile)) {
-        hopper_backward_dq_add<Shape>(dq, a, tile, group);
-    } else {
-        float sum[Shape::DQ_COLUMNS / 8][4] = {};
-        if (hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) > 0)
-            hopper_backward_dq_before<Shape>(sum, a, tile, group);
-#pragma unroll
-        for (int i = 0; i < Shape::DQ_COLUMNS / 2; i++) dq[i / 4][i % 4] += sum[i / 4][i % 4];
-        hopper_backward_dq_write<Shape>(dq, out, a, tile, group);
+__device__ __forceinline__ bool hopper_backward_advance(HopperBackwardTile& tile, int& count,
+                                                        HopperBackwardShared<Shape>& shared,
+                                                        const HopperBackwardArguments& a, int group) {
+    for (;;) {
+        if (tile.query_tile == hopper_backward_last<Shape>(tile.key_tile)) {
+            if (!hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1)) return false;
+        } else {
+            tile.query_tile--;
+        }
+        count++;
+        if (hopper_backward_part(group, tile.sequence) == 0 || !hopper_backward_half<Shape>(tile)) return true;
+        hopper_backward_pass<Shape>(shared, a, tile, count);
     }
-    group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
-// One of the two groups that compute. A tile's products overlap with the end of the last tile's dq; the next tile's
-// scores overlap with the stores of dk and dv of a finished tile of keys. After the last tile there is one more round,
-// whose scores are not used: the compiler makes products wait for each other if a loop can be left while some are in
-// flight. For the same reason the first round computes a dq that is not used.
+// Starts the scores of a tile.
 template <typename Shape>
-__device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, uint32_t memory,
-                                                        const CUtensorMap* dqkv, const HopperBackwardArguments& a,
-                                                        int group) {
+__device__ __forceinline__ void hopper_backward_tile_scores(float (&s)[Shape::BM / 8][4], uint32_t memory,
+                                                            const HopperBackwardTile& tile, int count, int group) {
+    const int part = hopper_backward_part(group, tile.sequence);
+    hopper_backward_scores_start<Shape>(s, memory + tile.sequence % 2 * Shape::KEY_BYTES + part * 64 * PANEL_ROW_BYTES,
+                                        memory + Shape::RING + count % 2 * 2 * Shape::QUERY_BYTES);
+}
+
+// Starts dk or dv = or += a tile, from registers.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_sum_start(float (&c)[Shape::HS / 8][4],
+                                                          const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile,
+                                                          bool add) {
+    wgmma_fence();
+    hopper_backward_sum<Shape>(c, a, tile, add);
+    wgmma_commit();
+}
+
+// One of the two groups that compute dk and dv. The scores of the next tile overlap with the stores of dk and dv of a
+// finished tile of keys. After the last tile there is one more round, whose scores are not used: the compiler makes
+// products wait for each other if a loop can be left while some are in flight.
+template <typename Shape>
+__device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>& shared, uint32_t memory,
+                                                     const CUtensorMap* dqkv, const HopperBackwardArguments& a,
+                                                     int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
     EpilogueStaging out = epilogue_staging<Shape>(dqkv, memory, a);
-    const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
-    before = tile;
-    float s[BM / 8][4], dp[BM / 8][4], dq[Shape::DQ_COLUMNS / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
+    int count = 0;  // of tiles
+    if (hopper_backward_part(group, 0) == 1 && hopper_backward_half<Shape>(tile)) {
+        hopper_backward_pass<Shape>(shared, a, tile, count);
+        if (!hopper_backward_advance<Shape>(tile, count, shared, a, group)) return;
+    }
+    float s[BM / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     wgmma_hold(dk);
     wgmma_hold(dv);
-    barrier_wait(shared_offset(&shared.full[0]), 0, 10);
-    hopper_backward_scores_start<Shape>(s, k_tile, memory + Shape::RING);
-    barrier_wait(shared_offset(&shared.v_full[0]), 0, 11);
-    hopper_backward_scores_start<Shape>(dp, v_tile, memory + Shape::RING + Shape::QUERY_BYTES);
-    int count = 0;  // of tiles
-    for (bool more = true;; count++) {
-        const int stage = count % 2;
+    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 10);
+    hopper_backward_tile_scores<Shape>(s, memory, tile, count, group);
+    for (bool more = true;;) {
+        const int stage = count % 2, part = hopper_backward_part(group, tile.sequence);
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-        const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile);
-        wgmma_wait<1>();
-        wgmma_hold(s);
-        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E, group);
+        const int shorter = Shape::SKIPS ? part : 0;  // tiles that the walk of the later half is shorter by
+        const bool first = tile.query_tile == a.query_tiles - 1;
+        const bool last = tile.query_tile == hopper_backward_last<Shape>(tile.key_tile) + shorter;
         wgmma_wait<0>();
-        wgmma_hold(dp);
+        wgmma_hold(s);
         if (!more) break;
-        if (last) warp_arrive(&shared.v_empty[tile.sequence % Shape::V_SLOTS]);
+        hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E, part);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
-        hopper_backward_pack<Shape>(p, ds, s, dp, shared.rows[stage][1]);
-        hopper_backward_share<Shape>(shared, memory, ds, count, group);
-
-        if (count > 0) barrier_wait(shared_offset(&shared.ds_full[stage ^ 1]), (count - 1) / 2 % 2, 13);
-        hopper_backward_dq_start<Shape>(dq, memory, before, count + 1, group);
-        hopper_backward_keys_start<Shape>(dk, dv, p, ds, q_tile,
-                                          tile.query_tile != hopper_backward_first<Shape>(a, tile.key_tile));
+        hopper_backward_round<Shape>(p, s);
+        if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2, 11);
+        float dp[BM / 8][4];
+        hopper_backward_scores_start<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES,
+                                            q_tile + Shape::QUERY_BYTES);
+        hopper_backward_sum_start<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
         wgmma_wait<1>();
-        wgmma_hold(dq);
-        if (count > 0) hopper_backward_dq_done<Shape>(dq, shared, stage ^ 1, out, a, before, group);
-
-        before = tile, tile.query_tile++;
-        if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
-        const uint32_t next = memory + Shape::RING + (stage ^ 1) * 2 * Shape::QUERY_BYTES;
-        if (more) barrier_wait(shared_offset(&shared.full[stage ^ 1]), (count + 1) / 2 % 2, 14);
+        wgmma_hold(dp);
+        if (last && shorter == 0) {
+            warp_arrive(&shared.v_empty);
+            barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
+        }
+        hopper_backward_ds<Shape>(ds, p, dp, shared.rows[stage][1]);
+        hopper_backward_sum_start<Shape>(dk, ds, q_tile, !first);
+        hopper_backward_share<Shape>(shared, memory, ds, count, part);
+        before = tile;
+        if (!last) {
+            tile.query_tile--, count++;
+            barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 14);
+        }
         wgmma_wait<0>();
         wgmma_hold(dv);
         wgmma_hold(dk);
-        hopper_backward_scores_start<Shape>(s, k_tile + tile.sequence % 2 * Shape::KEY_BYTES, next);
         barrier_arrive(shared_offset(&shared.empty[stage]));
-        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, group);
-        const int slot = tile.sequence % Shape::V_SLOTS;
-        if (more) barrier_wait(shared_offset(&shared.v_full[slot]), tile.sequence / Shape::V_SLOTS % 2, 15);
-        hopper_backward_scores_start<Shape>(dp, v_tile + slot * Shape::KEY_BYTES, next + Shape::QUERY_BYTES);
+        if (last) {
+            more = hopper_backward_advance<Shape>(tile, count, shared, a, group);
+            if (more) barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 14);
+        }
+        hopper_backward_tile_scores<Shape>(s, memory, tile, count, group);
+        if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, part);
     }
-    barrier_wait(shared_offset(&shared.ds_full[(count - 1) % 2]), (count - 1) / 2 % 2, 16);
-    hopper_backward_dq_start<Shape>(dq, memory, before, count - 1, group);
-    wgmma_wait<0>();
-    wgmma_hold(dq);
-    hopper_backward_dq_done<Shape>(dq, shared, (count - 1) % 2, out, a, before, group);
     if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
@@ -176,14 +261,12 @@ __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Sh
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.key_full[i]), 1);
         // It counts the threads that compute and those that keep the order.
-        barrier_init(shared_offset(&shared.key_empty[i]), Shape::WIDE ? 256 + 128 + 32 : 256 + 64);
+        barrier_init(shared_offset(&shared.key_empty[i]), 256 + 128 + 32);
         barrier_init(shared_offset(&shared.ds_full[i]), 8);
-        barrier_init(shared_offset(&shared.ds_empty[i]), Shape::WIDE ? 4 : 8);
+        barrier_init(shared_offset(&shared.ds_empty[i]), 4);
     }
-    for (int i = 0; i < Shape::V_SLOTS; i++) {
-        barrier_init(shared_offset(&shared.v_full[i]), 1);
-        barrier_init(shared_offset(&shared.v_empty[i]), 8);
-    }
+    barrier_init(shared_offset(&shared.v_full), 1);
+    barrier_init(shared_offset(&shared.v_empty), 8);
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.full[i]), 1);
         barrier_init(shared_offset(&shared.empty[i]), 256);
@@ -207,20 +290,16 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     if (memory % 1024 != 0) __trap();
     if (threadIdx.x == 0) hopper_backward_barriers<Shape>(shared);
     __syncthreads();
-    const int warp = threadIdx.x / 32 % 4, fetches = Shape::THREADS / 128 - 1;
-    if (group == fetches) {
+    if (group == 3) {
         registers_shrink<24>();
         if (threadIdx.x % 128 == 0) hopper_backward_produce<Shape>(shared, memory, a, &qkv, &dout);
-        if (warp == 1 || (warp == 2 && !Shape::WIDE)) hopper_backward_order<Shape>(shared, a, warp - 1);
-    } else if constexpr (!Shape::WIDE) {
-        registers_grow<240>();
-        hopper_backward_consume<Shape>(shared, memory, &dqkv, a, group);
+        if (threadIdx.x / 32 % 4 == 1) hopper_backward_order<Shape>(shared, a);
     } else if (group == 2) {
         registers_shrink<72>();
-        hopper_backward_wide_queries<Shape>(shared, memory, a);
+        hopper_backward_queries<Shape>(shared, memory, a);
     } else {
         registers_grow<208>();
-        hopper_backward_wide_keys<Shape>(shared, memory, &dqkv, a, group);
+        hopper_backward_keys<Shape>(shared, memory, &dqkv, a, group);
     }
 #endif
 }
@@ -298,10 +377,9 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     const int64_t groups = ceil_div(a.heads, group < 1 ? 1 : group);
     a.group = (int)ceil_div(a.heads, groups);  // groups of equal size, so that the last one is not too small
-    // Along diagonals as many heads are in flight as a group has. Heads of 64 keep to groups: they walk up, so that the
-    // longest walks of a diagonal would come last.
-    a.shift = Shape::WIDE ? (int)(group / ceil_div(T, Shape::BN)) : 0;
     a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);
+    // Along diagonals as many heads are in flight as a group has.
+    a.shift = (int)((group + a.key_tiles / 2) / a.key_tiles);
     a.scale = 1.0f / sqrtf((float)Shape::HS);
     attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
     attention_set_shared(attention_hopper_backward_kernel<Shape>, Shape::SHARED);

@@ -1,40 +1,36 @@
-// The parts that the two forms of attention's backward pass on Hopper share (attention_hopper_backward.cuh, which
-// explains both, and attention_hopper_backward_wide.cuh for heads of 128): tiles and their order, the warps that load
-// and keep the order, products, and the stores of results.
+// The parts of attention's backward pass on Hopper (attention_hopper_backward.cuh explains it): tiles and their order,
+// the warps that load and keep the order, products, and the stores of results.
 #pragma once
 
 #include "attention_parts.cuh"
 #include "fp8_codes.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. UP, for heads of 64: a block walks from its diagonal to the last queries, and dq is summed
-// from the nearest tile of keys on, so that blocks that start together do not meet at a tile. Otherwise it walks back
-// to its diagonal, and dq is summed from the first tile of keys on, so that the longest walks come first and all
-// multiprocessors end together. Each direction is faster for its heads, by up to 20 %. UNEVEN is for the test of the
+// BM queries by 128 keys. A block walks from the last queries back to its diagonal, and dq is summed from the first
+// tile of keys on, so the longest walks come first and all multiprocessors end together. UNEVEN is for the test of the
 // order: every other tile of keys is slow. With CODES, dqkv is written as fp8 codes.
 template <int HS_, bool UNEVEN_ = false, bool CODES_ = false>
 struct HopperBackward {
-    static constexpr int HS = HS_, BM = HS == 64 ? 128 : 64, BN = 128;
-    static constexpr bool WIDE = HS == 128;  // a group of its own computes dq
-    static constexpr bool UP = !WIDE, UNEVEN = UNEVEN_, CODES = CODES_;
-    static constexpr int THREADS = WIDE ? 512 : 384, V_SLOTS = WIDE ? 1 : 2;
-    static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
+    static constexpr int HS = HS_, BM = HS == 64 ? 128 : 64, BN = 128, THREADS = 512;
+    static constexpr bool UNEVEN = UNEVEN_, CODES = CODES_;
+    static constexpr bool SKIPS = BM < BN;  // at the diagonal the later half of the keys sees none of the queries
+    static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
     static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, to be stored
-    // Offsets into shared memory: k of two tiles of keys, v of V_SLOTS, two stages {q, dout}, two tiles
-    // of ds, two places of each warp for results.
-    static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
+    // Offsets into shared memory: k of two tiles of keys, v of one, two stages {q, dout}, two tiles of ds, two places
+    // of each warp for results.
+    static constexpr int V = 2 * KEY_BYTES, RING = V + KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
     static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
-// Numbers of barriers, one for each group.
-enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
+// Numbers of barriers.
+enum { GO_BARRIER = 1, DONE_BARRIER = 2, ORDER_THREADS = 128 + 32 };
 
 // The struct's size is a multiple of 1024 bytes, to which the tiles behind it are aligned.
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
-    uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
+    uint64_t key_full[2], key_empty[2], v_full, v_empty;
     uint64_t full[2], empty[2];  // of q and dout, lse and D
     uint64_t ds_full[2], ds_empty[2];
     int2 drawn[2];                            // {bh, tile of keys} of k; a negative bh: there is no more
@@ -43,7 +39,7 @@ struct alignas(1024) HopperBackwardShared {
 
 struct HopperBackwardArguments {
     float* dq_sum;      // (B*NH, tiles of queries, BM*HS), each tile in the order of the threads' registers
-    int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
+    int* flags;         // (B*NH, tiles of queries): how many tiles of keys have added their share
     int* ticket;        // (1)
     const float* rows;  // (B*NH, tiles of queries, {lse * log2(e), D}, BM)
     float* sums;        // (B, strips of 16 tokens, 3C): column sums of dqkv
@@ -59,27 +55,16 @@ struct HopperBackwardTile {
     int bh, key_tile, query_tile;
 };
 
-// A block's walk along the tiles of queries.
+// Returns the last tile of queries of a tile of keys, on the diagonal. The walk begins at the last of all.
 template <typename Shape>
-__device__ __forceinline__ int hopper_backward_first(const HopperBackwardArguments& a, int key_tile) {
-    return Shape::UP ? key_tile * Shape::BN / Shape::BM : a.query_tiles - 1;
+__device__ __forceinline__ int hopper_backward_last(int key_tile) {
+    return key_tile * Shape::BN / Shape::BM;
 }
 
-template <typename Shape>
-__device__ __forceinline__ int hopper_backward_last(const HopperBackwardArguments& a, int key_tile) {
-    return Shape::UP ? a.query_tiles - 1 : key_tile * Shape::BN / Shape::BM;
-}
-
-// The number of tiles of keys that add their share of dq of a tile of queries before this one does.
-template <typename Shape>
-__device__ __forceinline__ int hopper_backward_before(int key_tile, int query_tile) {
-    return Shape::UP ? query_tile * Shape::BM / Shape::BN - key_tile : key_tile;
-}
-
-// True if no tile adds after this one.
+// True if no tile of keys adds to dq of the queries after this one.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_tile) {
-    return Shape::UP ? key_tile == 0 : query_tile * Shape::BM / Shape::BN == key_tile;
+    return query_tile * Shape::BM / Shape::BN == key_tile;
 }
 
 // Waits for the next tile of keys and sets `tile` to its first tile; false when there is none.
@@ -88,10 +73,10 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
                                                      const HopperBackwardArguments& a, int sequence) {
     barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
     int2 drawn = shared.drawn[sequence % 2];
-    if (Shape::WIDE)  // one number a warp, for the compiler too
-        drawn.x = __shfl_sync(0xffffffffu, drawn.x, 0), drawn.y = __shfl_sync(0xffffffffu, drawn.y, 0);
+    // One number a warp, for the compiler too.
+    drawn.x = __shfl_sync(0xffffffffu, drawn.x, 0), drawn.y = __shfl_sync(0xffffffffu, drawn.y, 0);
     if (drawn.x < 0) return false;
-    tile = {sequence, drawn.x, drawn.y, hopper_backward_first<Shape>(a, drawn.y)};
+    tile = {sequence, drawn.x, drawn.y, a.query_tiles - 1};
     return true;
 }
 
@@ -142,7 +127,7 @@ __device__ __forceinline__ bool hopper_backward_work(int2& drawn, const HopperBa
         forward_work(drawn.x, level, ticket, a.key_tiles, a.heads, a.group);
         level = a.key_tiles - 1 - level;
     }
-    drawn.y = Shape::UP ? a.key_tiles - 1 - level : level;
+    drawn.y = level;
     return true;
 }
 
@@ -178,11 +163,8 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
         const int2 drawn = hopper_backward_draw<Shape>(shared, memory, n % 2, a, qkv);
         if (drawn.x < 0) return;
         const int batch = drawn.x / a.NH, column = drawn.x % a.NH * HS;
-        const int first = hopper_backward_first<Shape>(a, drawn.y);
-        const int end = hopper_backward_last<Shape>(a, drawn.y) + (Shape::UP ? 1 : -1);
-        for (int m = first; m != end; m += Shape::UP ? 1 : -1) {
-            const uint32_t full = shared_offset(&shared.full[stage]),
-                           v_full = shared_offset(&shared.v_full[n % Shape::V_SLOTS]);
+        for (int m = a.query_tiles - 1; m >= hopper_backward_last<Shape>(drawn.y); m--) {
+            const uint32_t full = shared_offset(&shared.full[stage]), v_full = shared_offset(&shared.v_full);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
             barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1, 3);
             barrier_expect(full, 2 * Shape::QUERY_BYTES + 2 * BM * 4);
@@ -190,49 +172,39 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
-            if (m == first) {
-                const int slot = n % Shape::V_SLOTS;
-                barrier_wait(shared_offset(&shared.v_empty[slot]), n / Shape::V_SLOTS % 2 ^ 1, 4);
+            if (m == a.query_tiles - 1) {
+                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1, 4);
                 barrier_expect(v_full, Shape::KEY_BYTES);
-                hopper_backward_load<BN, HS>(memory + Shape::V + slot * Shape::KEY_BYTES, qkv, v_full,
-                                             2 * a.NH * HS + column, drawn.y * BN, batch);
+                hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.y * BN,
+                                             batch);
             }
             if (++stage == 2) stage = 0, parity ^= 1;
         }
     }
 }
 
-// One warp for each group that computes dq: waits until the tiles of keys before have added their share, lets the group
-// add its own, and sets the flag. The release orders the whole group's additions before the flag, since a barrier
-// separates them.
+// One warp: waits until the tiles of keys before have added their share of dq, lets the group that computes dq add its
+// own, and sets the flag. The release orders the whole group's additions before the flag, since a barrier separates
+// them.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape>& shared,
-                                                      const HopperBackwardArguments& a, int group) {
+                                                      const HopperBackwardArguments& a) {
     HopperBackwardTile tile;
     const bool one = threadIdx.x % 32 == 0;
     for (int n = 0;; n++) {
         const bool more = hopper_backward_take<Shape>(tile, shared, a, n);
         barrier_arrive(shared_offset(&shared.key_empty[n % 2]));
         if (!more) return;
-        const int end = hopper_backward_last<Shape>(a, tile.key_tile) + (Shape::UP ? 1 : -1);
-        for (int m = tile.query_tile; m != end; m += Shape::UP ? 1 : -1) {
-            int* flag = a.flags + ((int64_t)tile.bh * a.query_tiles + m) * 2 + group;
-            const int before = hopper_backward_before<Shape>(tile.key_tile, m);
-            if (one) flag_wait(flag, before, 5);
+        for (int m = tile.query_tile; m >= hopper_backward_last<Shape>(tile.key_tile); m--) {
+            int* flag = a.flags + (int64_t)tile.bh * a.query_tiles + m;
+            if (one) flag_wait(flag, tile.key_tile, 5);
             __syncwarp();
-            group_arrive(GO_BARRIER + group, ORDER_THREADS);
-            group_sync(DONE_BARRIER + group, ORDER_THREADS);
+            group_arrive(GO_BARRIER, ORDER_THREADS);
+            group_sync(DONE_BARRIER, ORDER_THREADS);
             if (!one || hopper_backward_final<Shape>(tile.key_tile, m)) continue;
-            store_release(flag, before + 1);
+            store_release(flag, tile.key_tile + 1);
         }
     }
-}
-
-// Returns a descriptor whose steps cost one addition each (operand_step). In the wide kernel the compiler does not see
-// by itself that it is the same in all threads.
-template <typename Shape>
-__device__ __forceinline__ uint64_t hopper_backward_operand(uint64_t operand) {
-    return Shape::WIDE ? uniform_operand(operand) : operand;
 }
 
 // Bytes from the first step (16 columns) of a tile of ROWS rows to step k.
@@ -244,8 +216,8 @@ __device__ __forceinline__ constexpr int k_major_step(int k) {
 // c (64 keys x BM queries) = rows (this group's 64 of k or v) columns^T (q or dout).
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8][4], uint32_t rows, uint32_t columns) {
-    const uint64_t left = hopper_backward_operand<Shape>(operand_k_major<Shape::BN>(rows, 0));
-    const uint64_t right = hopper_backward_operand<Shape>(operand_k_major<Shape::BM>(columns, 0));
+    const uint64_t left = uniform_operand(operand_k_major<Shape::BN>(rows, 0));
+    const uint64_t right = uniform_operand(operand_k_major<Shape::BM>(columns, 0));
 #pragma unroll
     for (int k = 0; k < Shape::HS / 16; k++)
         Wgmma<Shape::BM>::template shared<0, 0>(c, operand_step(left, k_major_step<Shape::BN>(k)),
@@ -256,7 +228,7 @@ __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8]
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_sum(float (&c)[Shape::HS / 8][4],
                                                     const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile, bool add) {
-    const uint64_t right = hopper_backward_operand<Shape>(operand_mn_major<Shape::BM>(tile, 0));
+    const uint64_t right = uniform_operand(operand_mn_major<Shape::BM>(tile, 0));
 #pragma unroll
     for (int k = 0; k < Shape::BM / 16; k++)
         Wgmma<Shape::HS>::template registers<1>(c, a[k], operand_step(right, k * 16 * PANEL_ROW_BYTES), add || k > 0);
@@ -269,7 +241,7 @@ __device__ __forceinline__ void hopper_backward_dq(float (&dq)[Shape::DQ_COLUMNS
     constexpr int ROW = Shape::BM == 128 ? 64 : 0, COLUMN = Shape::BM == 128 ? 0 : Shape::DQ_COLUMNS;
     const uint32_t b = k_tile + part * COLUMN / 64 * Shape::BN * PANEL_ROW_BYTES + part * COLUMN % 64 * 2;
     const uint64_t left = operand_k_major<Shape::BM>(ds_tile + part * ROW * PANEL_ROW_BYTES, 0);
-    const uint64_t right = hopper_backward_operand<Shape>(operand_mn_major<Shape::BN>(b, 0));
+    const uint64_t right = uniform_operand(operand_mn_major<Shape::BN>(b, 0));
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++)
         Wgmma<Shape::DQ_COLUMNS>::template shared<0, 1>(dq, operand_step(left, k_major_step<Shape::BM>(k)),
@@ -282,7 +254,7 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/,
                                                     const HopperBackwardTile& tile, float scale_log2, int part) {
     int thread = threadIdx.x;
-    if (Shape::WIDE) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // read anew, so that no register holds it
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // read anew, so that no register holds it
     const int key = tile.key_tile * Shape::BN + part * 64 + thread / 32 % 4 * 16, query = tile.query_tile * Shape::BM;
     const int lane = thread % 32, g = lane / 4, t = lane % 4;
     if (key + 15 > query) {
@@ -454,7 +426,7 @@ __device__ __forceinline__ void hopper_backward_dq_add(const float (&dq)[Shape::
                                                        int part) {
     constexpr int N = Shape::DQ_COLUMNS / 8;
     float* sum = hopper_backward_sum_of<Shape>(a, tile, part);
-    if (hopper_backward_before<Shape>(tile.key_tile, tile.query_tile) > 0) {
+    if (tile.key_tile > 0) {
 #pragma unroll
         for (int n = 0; n < N; n++) add_4(sum + n * 512, dq[n]);
     } else {
@@ -472,7 +444,7 @@ __device__ __forceinline__ void hopper_backward_dq_write(const float (&dq)[Shape
     constexpr int BM = Shape::BM, HS = Shape::HS;
     const int row = tile.query_tile * BM + (BM == 128 ? part * 64 : 0) + threadIdx.x / 32 % 4 * 16;
     const int column = tile.bh % a.NH * HS + (BM == 128 ? 0 : part * Shape::DQ_COLUMNS);
-    hopper_backward_store<Shape, Shape::DQ_COLUMNS, Shape::WIDE>(out, a, dq, a.scale, column, row, tile.bh / a.NH);
+    hopper_backward_store<Shape, Shape::DQ_COLUMNS, true>(out, a, dq, a.scale, column, row, tile.bh / a.NH);
 }
 
 // In the test of the order, every other tile of keys is late.
