@@ -48,9 +48,9 @@ static Hyper hyper_of(int step) {
     return {(float)(LR / (1.0 - pow(BETA1, step))), (float)(1.0 / sqrt(1.0 - pow(BETA2, step)))};
 }
 
-// Host and device must give the same bits. A compiler may fuse a product with the sum behind it, and the two compilers
-// would choose differently. So each such pair is a call of fmaf, here and below. Division and square root are exact on
-// both.
+// Host and device must give the same bits. Both round divisions and square roots alike, but a compiler may fuse a
+// product with the sum behind it, and the two compilers would choose differently. So each such pair is a call of fmaf,
+// here and below.
 BOTH void adamw(const Hyper& hyper, float* weight, float g, float* m, float* v) {
     *m = fmaf((float)BETA1, *m, (float)(1.0 - BETA1) * g);
     *v = fmaf((float)BETA2, *v, (float)(1.0 - BETA2) * g * g);
