@@ -65,8 +65,8 @@ static void side_open(Side* side) {
 }
 
 static void side_close(Side* side) {
-    free(side->values), free(side->piece.codes), free(side->piece.extra), free((void*)side->piece.table);
-    free(side->piece.more), free(side->piece.next);
+    free(side->values), free(side->piece.codes), free(side->piece.scales), free((void*)side->piece.table);
+    free(side->piece.third), free(side->piece.new_scales);
 }
 
 // Copies bytes of array i, from byte `at` on, to host memory or, if `writes`, from there.
@@ -154,7 +154,7 @@ static void side_store(Side* side, Fill fill) {
             piece_move(side, start, n, &side->piece, true);
         });
     }
-    numbers_move(side, side->piece.next, true);
+    numbers_move(side, side->piece.new_scales, true);
 }
 
 // Stores weights of the side's elements; `values` begin with element `start` of the tensor.
@@ -196,7 +196,7 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
     const int64_t elements = side.tensor->rows * side.tensor->cols;
     if (side.begin >= side.end) return;
     side_open(&side);
-    numbers_move(&side, side.piece.extra, false);
+    numbers_move(&side, side.piece.scales, false);
     side_pieces(&side, [&](int64_t start, int64_t n) {
         piece_move(&side, start, n, &side.piece, false);
         piece_tiles(&side, start, n,
@@ -332,7 +332,7 @@ static void stored_read(Side* side, const float* weights, int64_t start, int64_t
 static void numbers_prepare(Side* side) {
     const OptimTensor* tensor = side->tensor;
     if (!is_by_columns(format_span(side->format))) return;
-    float *rows = (float*)side->piece.extra, *to = rows + ready_rows(tensor->rows);
+    float *rows = (float*)side->piece.scales, *to = rows + ready_rows(tensor->rows);
     float* columns = (float*)memory_take((size_t)tensor->cols * sizeof(float));
     memcpy(columns, rows + tensor->rows, (size_t)tensor->cols * sizeof(float));
     for (int64_t j = 0; j < tensor->cols; j++) to[ready_place((uint32_t)j)] = columns[j];
@@ -356,8 +356,8 @@ static void side_means(Side* side, Fill fill) {
         }
     });
     const int64_t numbers = side->number_bytes / (int64_t)sizeof(float);
-    for (int64_t i = 0; i < numbers; i++) side->piece.next[i] = (float)mean[i];
-    numbers_move(side, side->piece.next, true);
+    for (int64_t i = 0; i < numbers; i++) side->piece.new_scales[i] = (float)mean[i];
+    numbers_move(side, side->piece.new_scales, true);
     free(mean);
 }
 
@@ -373,7 +373,7 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
     float* weights = slot == SLOT_WEIGHTS ? (float*)memory_zero(elements, sizeof(float)) : nullptr;
     if (weights) stored->weights(stored->context, index, weights);
     side_open(&from), side_open(&to);
-    numbers_move(&from, from.piece.extra, false);
+    numbers_move(&from, from.piece.scales, false);
     auto decode = [&](int64_t start, int64_t n) {
         stored_read(&from, weights, start, n);
         piece_tiles(&from, start, n, [&](int tile) {
@@ -386,7 +386,7 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
             stored_read(&from, weights, start, n);
             piece_move(&to, start, n, &from.piece, true);
         });
-        numbers_move(&to, from.piece.extra, true);
+        numbers_move(&to, from.piece.scales, true);
     } else {
         numbers_prepare(&from);
         by_numbers(to.format) ? side_means(&to, decode) : side_store(&to, decode);

@@ -180,7 +180,7 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
         __syncwarp();  // a neighbour has written the scale
 #endif
         Streams now = streams;
-        if (Weights::HAS_SPANS && now.next) now.extra = now.next;  // the scales with which they were stored
+        if (Weights::HAS_SPANS && now.new_scales) now.scales = now.new_scales;  // they were stored with these
         weights.load(now, first, stored, n, key);
     }
     OPTIM_UNROLL
@@ -376,13 +376,13 @@ OPTIM_INLINE void* array_at(const StreamInfo& info, void* array, int64_t index) 
 }
 
 // Returns the arrays of tile number `index` of a storage.
-OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
+OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& scales, const StreamInfo& third,
                              const Streams& whole, int64_t index) {
     return {array_at(codes, whole.codes, index),
-            array_at(extra, whole.extra, index),
+            array_at(scales, whole.scales, index),
             whole.table,
-            array_at(more, whole.more, index),
-            whole.next,
+            array_at(third, whole.third, index),
+            whole.new_scales,
             whole.span ? whole.span + index : nullptr};
 }
 
@@ -439,8 +439,8 @@ struct StepLayout {
 
     template <int A>
     static __device__ __forceinline__ void to_stage(Streams* streams, unsigned char* stage) {
-        to_stage<A>(&streams->codes, stage), to_stage<A + 1>(&streams->extra, stage);
-        to_stage<A + 2>(&streams->more, stage);
+        to_stage<A>(&streams->codes, stage), to_stage<A + 1>(&streams->scales, stage);
+        to_stage<A + 2>(&streams->third, stage);
     }
 
     // Returns the arrays of a tile: in the stage, or in memory if there are no stages.
@@ -463,9 +463,9 @@ struct StepLayout {
                                                 unsigned set, Transfer transfer) {
         constexpr StepShape shape = SHAPE;
         void* array[STEP_ARRAYS] = {
-            step.weights.codes, step.weights.extra, step.weights.more, nullptr,      step.m.codes,
-            step.m.extra,       step.m.more,        step.v.codes,      step.v.extra, step.v.more,
-            step.slow.codes,    step.slow.extra,    step.slow.more,    nullptr};
+            step.weights.codes, step.weights.scales, step.weights.third, nullptr,       step.m.codes,
+            step.m.scales,      step.m.third,        step.v.codes,       step.v.scales, step.v.third,
+            step.slow.codes,    step.slow.scales,    step.slow.third,    nullptr};
 #pragma unroll
         for (int a = 0; a < STEP_ARRAYS; a++) {
             if ((set >> a & 1u) == 0) continue;
@@ -521,7 +521,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float read[COUNT];
-        if constexpr (Weights::HAS_SPANS) streams.weights.extra = streams.weights.next;
+        if constexpr (Weights::HAS_SPANS) streams.weights.scales = streams.weights.new_scales;
         Weights::view(streams.weights, first, read, COUNT);
         Copy::set(streams.copy, first, read, COUNT);
     }
@@ -532,11 +532,11 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
     static_assert(Weights::TABLE_BYTES == 0, "tables are for moments");
-    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = Weights::STREAM[2],
+    constexpr StreamInfo codes = Weights::STREAM[0], scales = Weights::STREAM[1], third = Weights::STREAM[2],
                          to = Copy::STREAM[0];
     float x[DECODE_ELEMENTS];
     int first = threadIdx.x * DECODE_ELEMENTS;
-    Weights::view(tile_at(codes, extra, more, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
+    Weights::view(tile_at(codes, scales, third, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
     Copy::set({(char*)copy.codes + (int64_t)blockIdx.x * tile_bytes(to), nullptr}, first, x, DECODE_ELEMENTS);
 }
 
@@ -545,11 +545,11 @@ __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_
 template <class Weights>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS)
     optim_set_kernel(Streams weights, const float* values, int64_t count) {
-    constexpr StreamInfo codes = Weights::STREAM[0], extra = Weights::STREAM[1], more = Weights::STREAM[2];
+    constexpr StreamInfo codes = Weights::STREAM[0], scales = Weights::STREAM[1], third = Weights::STREAM[2];
     float x[DECODE_ELEMENTS];
     const int first = threadIdx.x * DECODE_ELEMENTS;
     const int64_t from = (int64_t)blockIdx.x * TILE_ELEMENTS + first;
     for (int i = 0; i < DECODE_ELEMENTS; i++) x[i] = from + i < count ? values[from + i] : 0.0f;
-    Weights::set(tile_at(codes, extra, more, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
+    Weights::set(tile_at(codes, scales, third, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
 }
 #endif

@@ -128,7 +128,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
     streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
-    streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
+    streams->new_scales = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
@@ -142,7 +142,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     if (span < SPAN_SCALES)
-        optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
+        optim->settle[optim->settles++] = {(float*)streams->scales, streams->new_scales, run->numbers[span], run, span};
 }
 
 // Allocates a zeroed array that checkpoints write, in the memory that `total` counts.
@@ -169,7 +169,7 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
 static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                              bool states, Streams* streams) {
     OptimBytes* all = &optim->allocated;
-    void** const data[3] = {&streams->codes, &streams->extra, &streams->more};
+    void** const data[3] = {&streams->codes, &streams->scales, &streams->third};
     streams->codes = codes;
     for (int i = first; i < 3; i++) {
         const StreamInfo& stream = format->stream[i];
@@ -207,7 +207,7 @@ static void free_streams(const Optim* optim, const FormatRow* format, Streams* s
         if (host) host_free(dev, stream_data(streams, i));
         if (!host && !optim->config.allocate) device_free(dev, stream_data(streams, i));
     }
-    device_free(dev, streams->next), device_free(dev, (void*)streams->span);
+    device_free(dev, streams->new_scales), device_free(dev, (void*)streams->span);
 }
 
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients. With a rule that
@@ -625,7 +625,7 @@ OptimCodes optim_codes(const Optim* optim, int tensor) {
     if (!format_is_operand(weights->row) || is_elsewhere(optim->plan, tensor)) return {};
     const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
     return {(const uint8_t*)row_tile(weights->row, weights->streams, weights_tile(optim, tensor)).codes,
-            (const float*)weights->streams.extra + at};
+            (const float*)weights->streams.scales + at};
 }
 
 void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
@@ -652,7 +652,7 @@ static void step_cpu(const StepKernel* kernel, const FormatRow* copy, const Step
                                              (int64_t)tile.element * TILE_ELEMENTS, 0, TILE_ELEMENTS);
         if (PASS == MEASURE || !streams.copy.codes) continue;
         float seen[TILE_ELEMENTS];
-        if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
+        if (format_span(weights) != SPAN_RUN) streams.weights.scales = streams.weights.new_scales;
         weights->view(streams.weights, 0, seen, TILE_ELEMENTS);
         copy->set(streams.copy, 0, seen, TILE_ELEMENTS);
     }
@@ -668,7 +668,7 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     const RowRule rule = launch->rows.rule->rows;
     const bool by_rms = config->scale_by_rms && rule == ROWS_ADAFACTOR;
     SumArguments sums = {
-        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts, v->next};
+        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts};
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
@@ -684,8 +684,8 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
     settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
-    settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
-    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
+    settle.parts = work->parts, settle.kept = (float*)v->scales, settle.ready = v->new_scales;
+    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
     settle.one_minus_beta2 = arguments->group[0].one_minus_beta2, settle.root2 = arguments->group[0].root2;
     settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, step),
     settle.root3 = (float)bias_root(config->beta3, step);
@@ -791,7 +791,7 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
         moment_arguments(launch, &range, its->first, &low, &moment);
         kernel_run(optim, &launch->kernel, its->replay, &moment);
         if (projects) low_rank_update(&low, i);
-        if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->extra, v->next);
+        if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->scales, v->new_scales);
         range_tiles(&range, its->applied, its->first, &apply);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -805,7 +805,7 @@ static const StepLaunch* launch_begin(const Optim* optim, int index, StepArgumen
     const Weights* weights = launch->weights;
     arguments->weights = weights->streams;
     arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
-    arguments->rows = {launch->at[1].next, launch->at[1].span};
+    arguments->rows = {launch->at[1].new_scales, launch->at[1].span};
     arguments->states = launch->states;
     const bool scaled = config_scaled(&launch->plan->config);
     arguments->factor = scaled ? optim->factors + weights->run->begin / TILE_ELEMENTS : nullptr;

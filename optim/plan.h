@@ -131,8 +131,8 @@ void tiles_set_grads(const Device* dev, Tile* tiles, int64_t count, const void* 
 // Returns the bytes of one of the arrays of a run.
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
-// Returns the bytes of Streams::next for a run: the new numbers that replace the old ones, or the numbers that the step
-// reads (rows.cuh).
+// Returns the bytes of Streams::new_scales for a run: the new numbers that replace the old ones, or the numbers that
+// the step reads (rows.cuh).
 int64_t next_bytes(const ArenaRun* run, Span span);
 
 // Returns the bytes of one stream for a number of elements; 0 for numbers of spans, whose count depends on the tensors.

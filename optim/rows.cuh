@@ -92,9 +92,8 @@ struct SumArguments {
     int64_t tensors, blocks;
     int64_t first_block;  // of the first tensor
     Sum sum;
-    bool by_rms;           // step.factor holds the RMS of the weights (SUM_WEIGHTS)
-    float* parts;          // partial sums: at row_parts (panels, rows), at col_parts (slabs, cols)
-    const float* numbers;  // the numbers that the step reads as v
+    bool by_rms;   // step.factor holds the RMS of the weights (SUM_WEIGHTS)
+    float* parts;  // partial sums: at row_parts (panels, rows), at col_parts (slabs, cols)
 };
 
 // Each element of a tensor reads the number of its row, or the product of the numbers of its row and its column. The
@@ -179,7 +178,7 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
 
     template <int N>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
-        const RowInput rows = {(const float*)streams.extra, streams.span};
+        const RowInput rows = {(const float*)streams.scales, streams.span};
         numbers_finish(numbers_start(SPAN, rows, first, x, N, false), x, N);
     }
 
@@ -222,7 +221,7 @@ struct SettleArguments {
     const float* grad_scale;
     Sum sum;
     RowRule rule;
-    float *parts, *kept, *ready;  // `kept` and `ready` are Streams::extra and next of v
+    float *parts, *kept, *ready;  // `kept` and `ready` are Streams::scales and new_scales of v
     float* factor;                // (tiles of the weights' arrays) factors of the step's update
     float* norms;                 // (tensors)
     bool by_rms;                  // as in SumArguments

@@ -27,7 +27,7 @@ struct FormatRow : StorageFunctions<None> {
     const char* name;
     const char* note;
     const char* type;      // the C++ type, for NVRTC
-    StreamInfo stream[3];  // codes, extra and more; arrays that do not exist have no bits
+    StreamInfo stream[3];  // codes, scales and third; arrays that do not exist have no bits
     StorageCalls call;
     int table_bytes;  // of the constants that the format looks up; fill makes them
     void (*fill)(void* table);
@@ -91,7 +91,7 @@ inline const RuleRow* rule_of(const OptimConfig* config) {
 
 // Returns array 0, 1 or 2 of a storage.
 inline void* stream_data(const Streams* streams, int index) {
-    return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
+    return index == 0 ? streams->codes : index == 1 ? streams->scales : streams->third;
 }
 
 // The rows that a resolved configuration names. config_rows exits with a sentence if the configuration is not resolved.

@@ -32,13 +32,13 @@ OPTIM_INLINE char* sum_at(const StreamInfo& info, void* base, int64_t element) {
 // a row of the tables.
 template <class Storage>
 OPTIM_INLINE void sum_load_run(const Storage&, const Streams& whole, int64_t element, float* x) {
-    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
+    constexpr StreamInfo codes = Storage::STREAM[0], scales = Storage::STREAM[1], third = Storage::STREAM[2];
     if constexpr (Storage::HAS_SPANS) {
-        const Streams streams = tile_at(codes, extra, more, whole, element / TILE_ELEMENTS);
+        const Streams streams = tile_at(codes, scales, third, whole, element / TILE_ELEMENTS);
         Storage::template get<8>(streams, (int)(element % TILE_ELEMENTS), x, NoiseKey{});
     } else {
-        const Streams streams = {sum_at(codes, whole.codes, element), sum_at(extra, whole.extra, element), whole.table,
-                                 sum_at(more, whole.more, element)};
+        const Streams streams = {sum_at(codes, whole.codes, element), sum_at(scales, whole.scales, element),
+                                 whole.table, sum_at(third, whole.third, element)};
         Storage::template get<8>(streams, 0, x, NoiseKey{});
     }
 }
@@ -69,7 +69,7 @@ struct SumColumns {
 OPTIM_INLINE SumColumns sum_columns(Sum sum, RowRule rule, const SumPass& pass, int64_t col, int held) {
     SumColumns columns = {};
     if (!is_by_columns(numbers_span(rule)) || !sum_info(sum).reads_v) return columns;
-    const float* numbers = pass.sums.numbers + pass.tensor.ready + ready_rows(pass.tensor.rows);
+    const float* numbers = pass.step.rows.numbers + pass.tensor.ready + ready_rows(pass.tensor.rows);
     const int64_t second = ready_pair(pass.tensor.rows, pass.tensor.cols);
     const bool pairs = rule == ROWS_CAME && sum == SUM_STEP;
     if (held == SUM_LANE) {
@@ -113,7 +113,7 @@ OPTIM_INLINE void sum_values(Sum sum, const Rule& rule, const Weights& weights, 
     OPTIM_UNROLL
     for (int r = 0; r < N; r++) {
         const bool second = rule.pairs && sum == SUM_STEP;
-        const float* numbers = pass.sums.numbers + tensor.ready + row + r * SUM_WARPS;
+        const float* numbers = pass.step.rows.numbers + tensor.ready + row + r * SUM_WARPS;
         const bool reads = by_rows && sum_info(sum).reads_v, columned = is_by_columns(numbers_span(rule.rows));
         const float first = reads ? numbers[0] : 0.0f;
         const float other = reads && second ? numbers[ready_pair(tensor.rows, tensor.cols)] : 0.0f;

@@ -61,8 +61,8 @@ static bool holds_nearest(const OptimRun* f, int tensor, Slot slot, const float*
     ArrayRef place = find_place(f, tensor, slot);
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
-    void** to[3] = {&want.codes, &want.extra, &want.more};
-    void *const from[3] = {there.codes, there.extra, there.more}, *table = table_of(f, place.nearest);
+    void** to[3] = {&want.codes, &want.scales, &want.third};
+    void *const from[3] = {there.codes, there.scales, there.third}, *table = table_of(f, place.nearest);
     if (slot != SLOT_WEIGHTS) want.table = table;
     for (int i = 0; i < 3; i++) *to[i] = f->room.zeros<char>(stream_bytes(place.format->stream[i], padded));
     for (int64_t i = 0; i < padded; i += TILE_ELEMENTS) {

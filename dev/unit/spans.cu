@@ -214,7 +214,7 @@ TEST(spans_pieces_of_a_tile) {
             for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::measure(streams, i, x + i, sizes[k]);
             NoiseKey key = {1, 2, NOISE_M, TILE_ELEMENTS};
             for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::store(streams, i, x + i, sizes[k], key);
-            streams.extra = next[k];
+            streams.scales = next[k];
             float* to = back[k > 0];
             for (int i = 0; i < TILE_ELEMENTS; i += sizes[k]) Storage::load(streams, i, to + i, sizes[k], NoiseKey{});
             bool same =

@@ -170,7 +170,7 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
     }
 
     static OPTIM_INLINE float step_of(const Streams& streams, int first) {
-        return log_step(((const float*)streams.extra)[first / BLOCK]);
+        return log_step(((const float*)streams.scales)[first / BLOCK]);
     }
 
     // Threads of a GPU load together, where all of them do (below).
@@ -238,7 +238,7 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
                                         bool, const NoiseKey& key, int = BLOCK) {
         const float scale = log_scale(absmax);
         const LogEncoding s = log_encoding<ROUNDING>(scale);
-        if (first % BLOCK == 0) ((float*)streams.extra)[first / BLOCK] = scale;
+        if (first % BLOCK == 0) ((float*)streams.scales)[first / BLOCK] = scale;
         Packed<8, N> packed = {};
         if constexpr (ROUNDING == NEAREST) {
             OPTIM_UNROLL

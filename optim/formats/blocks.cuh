@@ -436,10 +436,10 @@ struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUND
     // `block` is BLOCK, except on the CPU, where the rows of a format share their code.
     template <int N>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key, int block = BLOCK) {
-        const ScaleCode code = ((const ScaleCode*)streams.extra)[first / block];
+        const ScaleCode code = ((const ScaleCode*)streams.scales)[first / block];
         float scale;
         if constexpr (WANTS_TILE_MAX) {
-            scale = double_decode<Format>(code, ((const float*)streams.more)[first / TILE_ELEMENTS]);
+            scale = double_decode<Format>(code, ((const float*)streams.third)[first / TILE_ELEMENTS]);
         } else {
             scale = Scale::decode(code);
         }
@@ -465,12 +465,12 @@ struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUND
             float second;
             block_scale<Format, ScaleFp32>(tile_max, &second);
             s = double_scale<Format>(absmax, second, double_inverse(second), &code);
-            if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
+            if (first % TILE_ELEMENTS == 0) ((float*)streams.third)[first / TILE_ELEMENTS] = second;
         } else {
             s = block_scale<Format, Scale>(absmax, &code);
         }
         if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
-        if (first % block == 0) ((ScaleCode*)streams.extra)[first / block] = code;
+        if (first % block == 0) ((ScaleCode*)streams.scales)[first / block] = code;
         block_put<Format, ROUNDING, N>(streams, first, value, s.inverse, key);
         if constexpr (WRITES_BF16) {
             if (key.bf16_out) Format::template bf16_scaled<N>(code, clamped, key.bf16_out);

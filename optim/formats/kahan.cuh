@@ -17,7 +17,7 @@ struct Kahan : StorageFunctions<Kahan> {
     typedef Kahan Nearest;
     static constexpr StreamInfo STREAM[3] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
 
-    static OPTIM_INLINE Streams compensation(const Streams& streams) { return {streams.extra, nullptr}; }
+    static OPTIM_INLINE Streams compensation(const Streams& streams) { return {streams.scales, nullptr}; }
 
     template <int N>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {

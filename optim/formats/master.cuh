@@ -11,7 +11,7 @@ EMBED_SOURCE
 template <class Copy>
 struct WithMaster : StorageFunctions<WithMaster<Copy>> {
     typedef Elementwise<Fp32, NEAREST> Master;
-    static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
+    static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `scales`
     static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {};
     static constexpr StreamInfo STREAM[3] = {
         only_written(Copy::STREAM[0]), SCALED ? only_written(Copy::STREAM[1]) : MASTER, SCALED ? MASTER : NOTHING};
@@ -19,7 +19,7 @@ struct WithMaster : StorageFunctions<WithMaster<Copy>> {
     static constexpr bool HAS_SPANS = Copy::HAS_SPANS;
 
     static OPTIM_INLINE Streams master(const Streams& streams) {
-        return {SCALED ? streams.more : streams.extra, nullptr};
+        return {SCALED ? streams.third : streams.scales, nullptr};
     }
 
     template <int N>

@@ -8,12 +8,12 @@
 // largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear.cuh).
 //
 // A scale must be known before the first code is written, so a step takes two passes. First optim_measure_kernel
-// (persistent.cuh) computes the update in registers and keeps only its maxima, in `next`. Then the step loads with the
-// maxima of the last step and stores with the next ones, which become the current ones at the end. Maxima do not round,
-// so their order does not matter; they are integer atomics on the bits of non-negative floats. Cost: the first pass
-// reads once more all that a step reads, for bf16 weights and 8-bit states 16 bytes a parameter in place of 10; rank-1
-// scales also take a reciprocal for each element. Use spans for weights that are operands of fp8 products, for study,
-// and for states that others have scaled like this; blocks are faster and more precise.
+// (persistent.cuh) computes the update in registers and keeps only its maxima, in new_scales. Then the step loads with
+// the maxima of the last step and stores with the next ones, which become the current ones at the end. Maxima do not
+// round, so their order does not matter; they are integer atomics on the bits of non-negative floats. Cost: the first
+// pass reads once more all that a step reads, for bf16 weights and 8-bit states 16 bytes a parameter in place of 10;
+// rank-1 scales also take a reciprocal for each element. Use spans for weights that are operands of fp8 products, for
+// study, and for states that others have scaled like this; blocks are faster and more precise.
 //
 // Beside the codes, each tensor keeps the largest |x|, the scale (the factor of a code) and its inverse; or with rank-1
 // the maxima of its rows and then of its columns, or of a vector's blocks.
@@ -94,7 +94,7 @@ struct Spans
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         const SpanTile tile = *streams.span;
-        const float* maxima = (const float*)streams.extra;
+        const float* maxima = (const float*)streams.scales;
         if constexpr (SPAN == SPAN_TENSOR) {
             block_get<Format, COUNT>(streams, first, span_scale<Format, Scale>(maxima[tile.at]).scale, x, NoiseKey{});
         } else {
@@ -114,7 +114,7 @@ struct Spans
     template <int COUNT>
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
-        float value[COUNT], absmax = streams.next[tile.at];
+        float value[COUNT], absmax = streams.new_scales[tile.at];
         BlockScale s = span_scale<Format, Scale>(absmax);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
@@ -122,8 +122,8 @@ struct Spans
         const float inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
         block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
-        streams.next[tile.at + 1] = s.scale;
-        streams.next[tile.at + 2] = s.inverse;
+        streams.new_scales[tile.at + 1] = s.scale;
+        streams.new_scales[tile.at + 2] = s.inverse;
     }
 
     // Stores elements that each have their own scale.
@@ -137,7 +137,7 @@ struct Spans
         Noise noise = {};
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            float value = block_value<Format>(x[i]), absmax = span_absmax(tile, walk, streams.next);
+            float value = block_value<Format>(x[i]), absmax = span_absmax(tile, walk, streams.new_scales);
             block_clamp<Format, ROUNDING>(absmax, &value, 1);
             const float inverse = block_inverse<Format, ROUNDING>(absmax, span_scale<Format, Scale>(absmax).inverse);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
@@ -173,15 +173,15 @@ struct Spans
             absmax = neighbours_max<32, TILE_ELEMENTS>(absmax, NoiseKey{});
             if (threadIdx.x % 32 != 0) return;
 #endif
-            span_raise(&streams.next[tile.at], absmax);
+            span_raise(&streams.new_scales[tile.at], absmax);
         } else {
             SpanWalk walk = span_start(tile, first);
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) {
                 if (walk.row >= tile.rows) continue;
-                float size = exact_abs(block_value<Format>(x[i])), *row = &streams.next[tile.at + walk.row];
+                float size = exact_abs(block_value<Format>(x[i])), *row = &streams.new_scales[tile.at + walk.row];
                 absmax = exact_max(size, absmax);
-                if (tile.columns) span_raise(&streams.next[tile.at + tile.rows + walk.col], size);
+                if (tile.columns) span_raise(&streams.new_scales[tile.at + tile.rows + walk.col], size);
                 bool over = span_advance(tile, &walk);
                 if (over || i + 1 == n) span_raise(row, absmax);
                 if (over) absmax = 0.0f;

@@ -40,7 +40,7 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         auto high = load_value<Packed<16, COUNT>>(streams.codes, 2 * first);
-        auto low = load_value<Packed<LOW_BITS, COUNT>>(streams.extra, (int)sizeof(Low) * first);
+        auto low = load_value<Packed<LOW_BITS, COUNT>>(streams.scales, (int)sizeof(Low) * first);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             uint32_t bits = (high.get(i) << LOW_BITS) + (uint32_t)(int)(Low)low.get(i);
@@ -66,7 +66,7 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
             low.add(i, bits[i] & ((1u << LOW_BITS) - 1u));
         }
         store_value(streams.codes, 2 * first, high);
-        store_value(streams.extra, (int)sizeof(Low) * first, low);
+        store_value(streams.scales, (int)sizeof(Low) * first, low);
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

@@ -28,18 +28,18 @@ EMBED_SOURCE
 // The arrays of one storage.
 struct Streams {
     void* codes;                  // one code for each element, in the arena's layout
-    void* extra;                  // a second array, or null
+    void* scales;                 // a second array, or null: scales, maxima, or the lower bits of the codes
     const void* table = nullptr;  // constants that the format looks up (blocks.cuh), one copy for all tiles, or null
-    void* more = nullptr;         // a third array, or null
-    // Only storages in spans use these: the scales that replace `extra` after the step (spans.cuh) or the numbers that
-    // the step reads (rows.cuh), and the tile's place among them.
-    float* next = nullptr;
+    void* third = nullptr;        // a third array, or null
+    // Only storages in spans use these: the scales that replace `scales` after the step (spans.cuh), and the tile's
+    // place among them.
+    float* new_scales = nullptr;
     const struct SpanTile* span = nullptr;
 };
 
 // The elements that share one number of an array: a run of the arena, or more than a tile holds (spans.cuh). The passes
-// of rows.cuh compute the numbers of SPAN_SCALES and the following spans, for which `next` does not replace `extra`
-// after the step.
+// of rows.cuh compute the numbers of SPAN_SCALES and the following spans, for which new_scales does not replace
+// `scales` after the step.
 enum Span {
     SPAN_RUN,
     SPAN_TENSOR,

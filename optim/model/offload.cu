@@ -144,7 +144,7 @@ static void part_point(const Offload* o, int part, char* slot) {
         }
     }
     each_array(plan, run, [&](int l, int k, int i, const StreamInfo&, int64_t bytes) {
-        void** const arrays[ARRAYS] = {&at[l][k].codes, &at[l][k].extra, &at[l][k].more};
+        void** const arrays[ARRAYS] = {&at[l][k].codes, &at[l][k].scales, &at[l][k].third};
         *arrays[i] = slot;
         slot += aligned_bytes(bytes);
     });
