@@ -74,7 +74,7 @@ struct Account {
     Ceilings ceilings;
     double step_ms;  // of a whole step
     double sum_ms, floor_ms;
-    bool fp8;  // products are those of codes
+    bool fp8;  // the next line's products are those of codes
 };
 
 // One line: an operator alone, `calls` of it in a step, FLOPs and bytes of one call (0: not what bounds it).
@@ -85,6 +85,7 @@ static void account(Account* account, const char* name, double calls, double flo
     double floor = fmax(flops / product, bytes / account->ceilings.copy) * 1e3;
     account->sum_ms += calls * ms;
     account->floor_ms += calls * floor;
+    account->fp8 = false;
     char rate[64];
     if (flops > 0) snprintf(rate, sizeof(rate), "%7.1f TFLOP/s", flops / ms * 1e-9);
     if (flops <= 0) snprintf(rate, sizeof(rate), "%7.0f GB/s   ", bytes / ms * 1e-6);
@@ -100,11 +101,9 @@ struct Operators {
     double mb;  // micro-batches
     const Device* dev = m->dev;
     Activations<bf16> act = activations_of<bf16>(m, true);
-    Weights<bf16>& w = act.weights;
     Gradients<G> d = gradients_of<G>(m);
-    const Input& input = m->input;
     BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16, Operand<bf16>>* p = &w.block[0];
+    BlockParameters<bf16, Operand<bf16>>* p = &act.weights.block[0];
     BlockParameters<G, G*>* q = &d.block[0];
     Operand<bf16> dqkv = gradient_of(&act, 0, QKV), dattproj = gradient_of(&act, 0, ATTENTION_PROJECTION),
                   dfcproj = gradient_of(&act, 0, FC_PROJECTION);
@@ -120,7 +119,6 @@ struct Operators {
         a->fp8 = inp->fp8;
         account(a, name, calls, 2.0 * (double)N * C * OC, 0,
                 [&] { linear_forward(dev, out, inp, weight, bias, N, C, OC); });
-        a->fp8 = false;
     }
 
     template <typename D>
@@ -129,12 +127,12 @@ struct Operators {
         a->fp8 = inp->fp8;
         account(a, name, calls, 4.0 * (double)N * C * OC, 0,
                 [&] { linear_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate); });
-        a->fp8 = false;
     }
 
     void forward() {
-        account(a, "embedding forward", mb, 0, 2 * NC * 2,
-                [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
+        account(a, "embedding forward", mb, 0, 2 * NC * 2, [&] {
+            embedding_forward<bf16>(dev, act.residual[0], m->input.tokens, act.weights.wte, act.weights.wpe, B, T, C);
+        });
         const Fp8Codes codes = operand_codes(&b->ln2);
         account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
             residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2.values, b->ln2_mean, b->ln2_rstd,
@@ -147,16 +145,15 @@ struct Operators {
         a->fp8 = use->gelu_quantizes;
         account(a, "fc + gelu", n, 8.0 * NC * C, 0,
                 [&] { linear_forward_gelu(dev, &b->gelu, b->fc, &b->ln2, &p->fcw, p->fcb, N, C, 4 * C); });
-        a->fp8 = false;
         layer("fc projection", n, act.branch, &b->gelu, &p->fcprojw, p->fcprojb, N, 4 * C, C);
     }
 
     void head() {
-        const HeadOperands<bf16> head =
-            linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].ln1.values, w.wte, act.logits, 1e-5f, C, Vp);
+        const HeadOperands<bf16> head = linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].ln1.values,
+                                                          act.weights.wte, act.logits, 1e-5f, C, Vp);
         layer("head", chunks, act.logits, &head.inp, &head.weight, nullptr, rows, C, Vp);
         account(a, "classifier", chunks, 0, (m->head_fp8 ? 3.0 : 4.0) * (double)rows * Vp, [&] {
-            classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, V, Vp,
+            classifier<bf16>(dev, m->losses, act.logits, m->input.targets, 1e-5f, true, rows, V, Vp,
                              operand_codes(&head.dlogits));
         });
         back("d head", chunks, act.dbranch, m->dwte_sum, &head.dlogits, &head.inp, &head.weight, rows, C, Vp, true);
@@ -171,7 +168,6 @@ struct Operators {
             linear_backward_gelu(dev, &wide, q->fcb, scratch, q->fcprojw, &dfcproj, &b->gelu, &p->fcprojw, b->fc, N,
                                  4 * C, C, more);
         });
-        a->fp8 = false;
         const Operand<bf16> dfc = gradient_of(&act, 0, FC);
         back("d fc", n, act.dbranch, q->fcw, &dfc, &b->ln2, &p->fcw, N, C, 4 * C, more);
         back("d attention projection", n, act.dbranch, q->attprojw, &dattproj, &b->attention, &p->attprojw, N, C, C,
@@ -197,7 +193,7 @@ struct Operators {
             norm_of_tiles(dev, m->scalars + 1, m->arena.squares, tiles, 1.0f, nullptr);
         });
         account(a, "embedding backward", mb, 0, NC * 2, [&] {
-            embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, input.order, input.bucket,
+            embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, m->input.order, m->input.bucket,
                                         buckets, B, T, C, Vp, false);
         });
     }
@@ -354,7 +350,9 @@ int main(int argc, char** argv) {
     if (strcmp(o.matmul, "auto") == 0) o.matmul = "bf16";
     Device dev;
     device_choose(&dev, "auto", nullptr, 1);
+    dev.warms_up = true;  // the best algorithms are the ceilings
     Ceilings ceilings = measure_ceilings(&dev);
+    dev.warms_up = false;
     printf("%s: copy %.0f GB/s, matrix product bf16 %.0f, fp8 %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
            1e-12 * ceilings.gemm, 1e-12 * ceilings.fp8);
     const char* const usual[] = {"gpt2", "64", "524288", "gpt2-xl", "16", "262144"};
