@@ -320,18 +320,19 @@ TEST(optim_refusals) {
 }
 
 #ifdef __CUDACC__
-// Nodes of the graph that a step is when it is captured.
+// Nodes of the graph that a step is when it is captured. The step before it has written the addresses of gradients.
 static int launches_of_step(const OptimConfig* config) {
     const OptimTensor model[] = {{"tensor", 1, 4097, true, 0}, {"other", 3, 33, false, 0}, {"tensor", 7, 255, true, 0}};
     OptimRun run;
     run_open(&run, config, model, 3, OPTIM_BF16, true);
     const Device* gpu = &run.dev;
     float *grads = run.room.device<float>(run.elements), *scale = run.room.device<float>(1);
+    optim_step(run.optim, grads, scale, 1e-2f, 1);
     device_sync(gpu);
     cudaGraph_t graph;
     size_t nodes = 0;
     check(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-    optim_step(run.optim, grads, scale, 1e-2f, 1);
+    optim_step(run.optim, grads, scale, 1e-2f, 2);
     check(cudaStreamEndCapture(gpu->stream, &graph));
     check(cudaGraphGetNodes(graph, nullptr, &nodes));
     check(cudaGraphDestroy(graph));
