@@ -83,11 +83,13 @@ class Vocabulary:
         self.tokenizer = tiktoken.Encoding(
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: len(ranks)}
         )
-        self.lengths = np.zeros(self.size, np.int64)  # bytes of text that a token stands for; 0 for <|endoftext|>
-        for text, rank in ranks.items():
-            self.lengths[numbers[rank]] = len(text)
+        self.texts = [b""] * self.size  # of each token, in bytes
+        for text, number in names.items():
+            self.texts[number] = to_bytes(text)
         for text, number in self.added_numbers.items():
-            self.lengths[number] = len(text.encode("utf-8"))
+            self.texts[number] = text.encode("utf-8")
+        self.lengths = np.array([len(text) for text in self.texts], np.int64)  # of text that a token stands for
+        self.lengths[self.end] = 0
 
     def encode(self, text, cuts=None):
         """Returns the tokens of a text as uint16. Raises ValueError if it has more white space than tiktoken takes."""
@@ -103,12 +105,7 @@ class Vocabulary:
 
     def fingerprint(self):
         """Returns the fingerprint that data/README.md defines for evaluation files."""
-        texts = [b""] * self.size
-        for text, number in self.names.items():
-            texts[number] = to_bytes(text)
-        for text, number in self.added_numbers.items():
-            texts[number] = text.encode("utf-8")
-        return crc32c(b"".join(struct.pack("<I", len(text)) + text for text in texts))
+        return crc32c(b"".join(struct.pack("<I", len(text)) + text for text in self.texts))
 
     def write(self, folder):
         (folder / "vocab.json").write_text(json.dumps(self.names, ensure_ascii=False), "utf-8")
