@@ -390,15 +390,15 @@ OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& scales, 
 OPTIM_INLINE TileStreams tile_streams(const StepArrays& arrays, const StepArguments& step, const Tile& tile) {
     const StreamInfo* info = arrays.array;
     const uint32_t states = tile.states - step.states;
-    TileStreams its = {tile_at(info[0], info[1], info[2], step.weights, tile.kept),
-                       {(void*)tile.grads, nullptr},
-                       tile_at(info[4], info[5], info[6], step.m, states),
-                       tile_at(info[7], info[8], info[9], step.v, states),
-                       tile_at(info[10], info[11], info[12], step.slow, states),
-                       {},
-                       {step.rows.numbers, step.rows.tile + states}};
-    (info[COPY_ARRAY].bits > 0 ? its.copy : its.weights).codes = tile.seen;
-    return its;
+    TileStreams streams = {tile_at(info[0], info[1], info[2], step.weights, tile.kept),
+                           {(void*)tile.grads, nullptr},
+                           tile_at(info[4], info[5], info[6], step.m, states),
+                           tile_at(info[7], info[8], info[9], step.v, states),
+                           tile_at(info[10], info[11], info[12], step.slow, states),
+                           {},
+                           {step.rows.numbers, step.rows.tile ? step.rows.tile + states : nullptr}};
+    (info[COPY_ARRAY].bits > 0 ? streams.copy : streams.weights).codes = tile.seen;
+    return streams;
 }
 
 constexpr int DECODE_ELEMENTS = 8;  // of a thread of optim_decode_kernel
@@ -447,13 +447,13 @@ struct StepLayout {
     static __device__ __forceinline__ TileStreams tile_arrays(const StepArguments& step, const Tile& tile,
                                                               unsigned char* stage) {
         constexpr StepArrays arrays = ARRAYS;
-        TileStreams its = tile_streams(arrays, step, tile);
+        TileStreams streams = tile_streams(arrays, step, tile);
         if constexpr (HAS_STAGES) {
-            to_stage<0>(&its.weights, stage), to_stage<GRADS_ARRAY>(&its.grads.codes, stage);
-            to_stage<4>(&its.m, stage), to_stage<7>(&its.v, stage), to_stage<10>(&its.slow, stage);
-            to_stage<COPY_ARRAY>(&its.copy.codes, stage);
+            to_stage<0>(&streams.weights, stage), to_stage<GRADS_ARRAY>(&streams.grads.codes, stage);
+            to_stage<4>(&streams.m, stage), to_stage<7>(&streams.v, stage), to_stage<10>(&streams.slow, stage);
+            to_stage<COPY_ARRAY>(&streams.copy.codes, stage);
         }
-        return its;
+        return streams;
     }
 
     // Calls transfer(address in memory, address in the stage, bytes, index) for each array of a tile whose bit is in

@@ -199,16 +199,16 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared[group][0]);
     int s = 0, turn = 0;
     for (;;) {
-        StageState* its = (StageState*)shared_pointer(register_kept(barrier));
-        while (!barrier_passed(shared_offset(&its->full), parity)) {
+        StageState* state = (StageState*)shared_pointer(register_kept(barrier));
+        while (!barrier_passed(shared_offset(&state->full), parity)) {
         }
-        if (its->tile.element == NO_TILE) break;
+        if (state->tile.element == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, its->tile, Layout::READS_ROWS ? &its->span : nullptr, (unsigned char*)shared_pointer(tables),
+            step, state->tile, Layout::READS_ROWS ? &state->span : nullptr, (unsigned char*)shared_pointer(tables),
             (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
-        barrier_arrive(shared_offset(&its->done));
+        barrier_arrive(shared_offset(&state->done));
         stage += SHAPE.stage_bytes, barrier += sizeof(StageState);
         if (++s == SHAPE.stages) {
             stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(StageState);
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
         update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper,
                                         grad_scale, (int64_t)tile.element * TILE_ELEMENTS, (int)threadIdx.x * COUNT,
                                         COUNT);
-        __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
+        __syncthreads();  // threads of adalog8.cuh share memory, which the next tile overwrites
     }
 }
 #endif

@@ -35,16 +35,16 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     const LaunchPlan* launch = &plan->launch[index];
     const ArenaRun* run = &launch->run;
     const Span span = format_span(launch->rows.v);
-    RowPlan its = {};
-    passes_add(&its, &launch->config);
-    its.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
+    RowPlan result = {};
+    passes_add(&result, &launch->config);
+    result.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
     bool columns = false;
     int64_t tile = 0;
-    for (int i = 0; i < its.passes; i++) columns = columns || sum_info(its.pass[i]).has_columns;
-    for (int t = 0; t < count && its.passes > 0; t++) {
+    for (int i = 0; i < result.passes; i++) columns = columns || sum_info(result.pass[i]).has_columns;
+    for (int t = 0; t < count && result.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
         if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
-        SumTensor* sum = &its.tensor[its.tensors++];
+        SumTensor* sum = &result.tensor[result.tensors++];
         sum->tile = tile,
         sum->kept = (plan->kept[t][SLOT_WEIGHTS].offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
         tile += tensor_padded(tensor) / TILE_ELEMENTS;
@@ -54,17 +54,17 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
         sum->ready = plan->ready[t];
         sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
         sum->group = (uint32_t)plan->group_of[t];
-        sum->block = its.blocks;
-        its.blocks += sum->slabs * sum->panels;
-        sum->settle = its.settles;
+        sum->block = result.blocks;
+        result.blocks += sum->slabs * sum->panels;
+        sum->settle = result.settles;
         sum->settles = sum->rows + (columns ? sum->cols : 0);
-        its.settles += sum->settles;
-        sum->row_parts = its.parts;
+        result.settles += sum->settles;
+        sum->row_parts = result.parts;
         sum->col_parts = sum->row_parts + sum->panels * sum->rows;
-        its.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
+        result.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
     }
-    its.tensor[its.tensors].block = its.blocks, its.tensor[its.tensors].settle = its.settles;
-    return its;
+    result.tensor[result.tensors].block = result.blocks, result.tensor[result.tensors].settle = result.settles;
+    return result;
 }
 
 RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {

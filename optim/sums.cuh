@@ -232,15 +232,15 @@ __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumAr
         constexpr StepArrays arrays = StepLayout<Rule, Weights, M, V, Copy, Grads>::ARRAYS;
         SumPass pass = {step, sums, tensor, tile_streams(arrays, step, step.tiles[tensor.tile]), grad_scale};
         tables_set<M>(&pass.whole, tables);
-        const uint32_t its = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = its / panels;
+        const uint32_t block = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = block / panels;
         float column[SUM_LANE] = {};
-        sum_block<SUM, Rule, Weights, M, V, Grads>(pass, slab, its - slab * panels, column);
+        sum_block<SUM, Rule, Weights, M, V, Grads>(pass, slab, block - slab * panels, column);
         if constexpr (sum_info(SUM).has_columns) {
             float* mine = &columns[threadIdx.x / 32][threadIdx.x % 32 * SUM_LANE];
 #pragma unroll
             for (int i = 0; i < SUM_LANE; i += 4) *(float4*)&mine[i] = *(const float4*)&column[i];
             __syncthreads();
-            const int64_t col = (int64_t)(its - slab * panels) * SUM_COLS + threadIdx.x;
+            const int64_t col = (int64_t)(block - slab * panels) * SUM_COLS + threadIdx.x;
             float sum = columns[0][threadIdx.x];
             for (int w = 1; w < SUM_WARPS; w++) sum = exact_add(sum, columns[w][threadIdx.x]);
             if (col < tensor.cols) sums.parts[tensor.col_parts + slab * tensor.cols + col] = sum;
