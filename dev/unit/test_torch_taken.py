@@ -21,8 +21,8 @@ def test_torch_refused_at_construction():
     vector, matrix, wide = parameter(8), parameter(6, 8), parameter(4, 12)
     of = nibble_optim.Optimizer
     for kind, words, function in [
-            (ValueError, "overrides: lnn matches no parameter", lambda: of([("ln", vector)], overrides="lnn: m=fp32")),
-            (ValueError, "stacked: q matches no parameter", lambda: of([("a", matrix)], rule="muon", stacked="q:3")),
+            (ValueError, "overrides: lnn matches no parameter", lambda: of([("ln", vector)], overrides="ln|lnn: m=fp32")),
+            (ValueError, "stacked: q matches no parameter", lambda: of([("a", matrix)], rule="muon", stacked="a:3; q:3")),
             (ValueError, "transposed: q matches no", lambda: of([("a", matrix)], rule="muon", transposed="q")),
             (ValueError, "is a vector", lambda: of([vector], rule="muon", overrides="none")),
             (ValueError, "e4m3x", lambda: of([{"params": [matrix]}, {"params": [vector], "m": "e4m3x"}])),

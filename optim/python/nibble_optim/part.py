@@ -313,20 +313,17 @@ class Part:
     def find_grads(self, grads):
         """Returns the gradients' addresses, 0 for a missing one, and tensors to keep alive until the step is queued."""
         if self.sharded:
-            grads = [grad if grad is None else _local(grad) for grad in grads]
+            grads = [_local(grad) for grad in grads]
         found = self._find_again(grads)
         if found is not None:
             return found, ()
         before, self.last_missing, self.layout = self.last_missing, _missing(grads), None
         self.where = None  # if gradients have another layout, parameters may have one, even at their old addresses
         dtype, addresses, kept = self.grads, [], []
-        plain = True
         for t, grad in enumerate(grads):
             if grad is None:
                 addresses.append(0)
                 continue
-            plain = plain and not is_dtensor(grad)
-            grad = _local(grad)
             self.require_type(grad)
             if self.turned[t] or grad.dtype is not dtype or grad.layout is not torch.strided or \
                     not grad.is_contiguous() or grad.device != self.device or grad.shape != self.shapes[t]:
@@ -334,7 +331,7 @@ class Part:
                 kept.append(grad)
             addresses.append(grad.data_ptr() or 1)  # an empty shard has no address, and 0 would mean no gradient
         # If gradients come and go in each step, remembering their layout is not worth its time.
-        if plain and not kept and 1 not in addresses and before == self.last_missing:
+        if not kept and 1 not in addresses and before == self.last_missing:
             self.layout = Layout([grad for grad in grads if grad is not None])
         return array.array("Q", addresses), kept
 
