@@ -9,7 +9,7 @@
 //     ring_drain(item)       after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained
 //
 // Users: decoded weights (optim/model/decode.cu) fetch on the device's stream, without copies; states in host memory
-// (optim/model/offload.cu) are filled and drained.
+// (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
 #pragma once
 #include "common.cuh"
 
