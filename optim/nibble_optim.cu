@@ -657,6 +657,7 @@ NIBBLE_API void nibble_optim_weights_changed(NibbleOptim* optim, int tensor) {
 }
 
 NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
+    optim_loaded(optim->optim);
     for (int t = 0; t < optim->count; t++) optim->stale[t] = false;
 }
 
@@ -809,6 +810,7 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
             copy_to_device(&optim->dev, array, at, length);
             at += length;
         });
+        optim_loaded(optim->optim);
         for (int t = 0; t < optim->count; t++) optim->stale[t] = at[t];
     });
 }

@@ -125,9 +125,6 @@ inline Streams row_tile(const FormatRow* format, const Streams& streams, int64_t
     return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
 }
 
-// Sets where the gradients of `count` tiles lie: one after another from `grads` on, `bytes` bytes a tile.
-void tiles_set_grads(const Device* dev, Tile* tiles, int64_t count, const void* grads, int64_t bytes);
-
 // Returns the bytes of one of the arrays of a run.
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 

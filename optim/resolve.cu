@@ -41,11 +41,6 @@ static bool resolve_preset(const char** name, char* error) {
     return resolve_name(preset_table(), "--preset", name, error);
 }
 
-static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
-    if (fits) return true;
-    return data_error(error, "%s: %g was found and %s is needed", option, (double)value, range);
-}
-
 static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
@@ -217,28 +212,43 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     return true;
 }
 
-static bool resolve_rows(const OptimConfig* config, char* error) {
-    const float growth = config->limit_growth, clip = config->clip_update;
-    return optim_rule_fits(config, config, error) &&
-           resolve_number("--limit-growth", growth, growth == 0.0f || (growth >= 1.0f && growth < INFINITY),
-                          "0 or a number from 1 on", error) &&
-           resolve_number("--clip-update", clip, clip >= 0.0f && clip < INFINITY, "a number from 0 on", error);
+static bool resolve_numbers(const OptimConfig* c, char* error) {
+    const char *part = "a number from 0 to below 1", *any = "a number from 0 on";
+    const auto below_1 = [](float x) { return x >= 0.0f && x < 1.0f; };
+    const auto finite = [](float x) { return x >= 0.0f && x < INFINITY; };
+    const float growth = c->limit_growth;
+    const struct {
+        const char* option;
+        double value;
+        bool fits;
+        const char* range;
+    } numbers[] = {
+        {"--rank", (double)c->rank, c->rank >= 0 && c->rank <= 65536, "a number from 0 to 65536"},
+        {"--rank-gap", (double)c->rank_gap, c->rank_gap >= 1, "a number from 1 on"},
+        {"--rank-scale", c->rank_scale, finite(c->rank_scale), any},
+        {"--momentum", c->momentum, below_1(c->momentum), part},
+        {"--ns-steps", (double)c->ns_steps, c->ns_steps >= 1 && c->ns_steps <= 100, "a number from 1 to 100"},
+        {"--limit-growth", growth, growth == 0.0f || (growth >= 1.0f && finite(growth)), "0 or a number from 1 on"},
+        {"--clip-update", c->clip_update, finite(c->clip_update), any},
+        {"--beta1", c->beta1, below_1(c->beta1), part},
+        {"--beta2", c->beta2, below_1(c->beta2), part},
+        {"--eps", c->eps, c->eps > 0.0f && c->eps <= 1.0f, "a number above 0, at most 1"},
+        {"--beta3", c->beta3, below_1(c->beta3), part},
+        {"--alpha", c->alpha, finite(c->alpha), any},
+        {"--weight-decay", c->weight_decay, finite(c->weight_decay), any},
+    };
+    for (const auto& each : numbers) {
+        if (each.fits) continue;
+        return data_error(error, "%s: %g was found and %s is needed", each.option, each.value, each.range);
+    }
+    return true;
 }
 
 static bool resolve_matrix(const OptimConfig* config, char* error) {
     NewtonSchulz coefficients;
-    const float momentum = config->momentum, steps = (float)config->ns_steps;
-    if (!newton_schulz_coefficients(config->ns_coefficients, 0, &coefficients)) {
-        return data_error(error, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
-                          NEWTON_SCHULZ_NAMES);
-    }
-    const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
-    return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error) &&
-           resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error) &&
-           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number from 0 on", error) &&
-           resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
-                          error) &&
-           resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error);
+    return newton_schulz_coefficients(config->ns_coefficients, 0, &coefficients) ||
+           data_error(error, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
+                      NEWTON_SCHULZ_NAMES);
 }
 
 double optim_usual_lr(const char* rule, int64_t channels) {
@@ -273,20 +283,11 @@ bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
     take_default(&config->decay_mode, "coupled");
-    float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
-    float beta3 = config->beta3, alpha = config->alpha;
-    const char* unit = "a number from 0 to below 1";
     return resolve_name(rule_table(), "--rule", &config->rule, error) &&
            resolve_name(weights_table(), "--weights", &config->weights, error) &&
            resolve_name(grads_table(), "--grads", &config->grads, error) &&
            resolve_m(config, "--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
            resolve_v(config, preset->v, error) && optim_feedback_fits(config, false, error) &&
            resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
-           resolve_rows(config, error) &&
-           resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error) &&
-           resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error) &&
-           resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error) &&
-           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error) &&
-           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error) &&
-           resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error);
+           optim_rule_fits(config, config, error) && resolve_numbers(config, error);
 }

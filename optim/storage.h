@@ -178,15 +178,10 @@ struct OptimParts {
     int count;
 };
 OptimParts optim_parts(const Optim* optim);
+// Call this when others have written the states of an optimizer that took steps.
+void optim_loaded(Optim* optim);
 
-// Some tiles of a launch.
-struct TileRun {
-    int launch;
-    int64_t first, tiles;  // of the launch's list
-};
-// Takes the step of these tiles. Call optim_settle_tensor once all tiles of a tensor are stepped; it ends the tensor's
-// step.
-void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step);
+// Ends the step of a tensor, once all its tiles are stepped.
 void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
 
 // The states that a launch's step reads and writes: m, v, and the slow average of rules that keep one.
