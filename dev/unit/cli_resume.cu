@@ -193,9 +193,12 @@ FOLDER_TEST(cli_resume_versions) {
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
     refused("as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32",
             "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
-    // An option that was removed since is passed over.
+    // An option that was removed since: its unused value is passed over, and any other is answered.
     rewrite_state(folder, "\"grads\": \"bf16\"", "\"grads\": \"auto\", \"format\": \"\"");
     train_well("--resume %s --run %s/unused --steps 4 --device cpu", run, work);
+    rewrite_state(folder, "\"format\": \"\"", "\"format\": \"my.cuh\"");
+    refused("--format", "--resume: the checkpoint has --format my.cuh, which was removed", "optim/formats",
+            "--resume %s --run %s/own --steps 4 --device cpu", run, work);
     rewrite_state(folder, "\"version\": 1", "\"version\": 2");
     refused("version 2", "another version of nibble (2)", "resume with that one",
             "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
