@@ -322,7 +322,7 @@ static void matrix_create(Optim* optim, int index) {
     work->low_tiles = (Tile*)allocate_zero(optim, work->plan.low_tiles, total);
     if (work->plan.low_tiles == 0 || optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
-    matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, work, tiles);
+    matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
     free(tiles);
 }

@@ -82,8 +82,7 @@ void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes
     return (char*)work->scratch + (tile - chunk->tile) * TILE_ELEMENTS * element_bytes;
 }
 
-void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, const MatrixWork* work,
-                      Tile* tiles) {
+void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles) {
     const MatrixChunk* chunk = work->plan.chunk;
     for (int t = 0; t < count; t++) {
         const OptimTensor* kept = &plan->kept[t][SLOT_M];

@@ -105,8 +105,7 @@ struct MatrixWork {
 void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes);
 
 // Writes the tiles of the moments of projected gradients: MatrixPlan.low_tiles / sizeof(Tile).
-void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, const MatrixWork* work,
-                      Tile* tiles);
+void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles);
 
 // Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
 // rows, for a rule that keeps one.
