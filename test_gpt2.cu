@@ -692,6 +692,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         config.offload = k >= KINDS;
         model_shape(&m, dev, setup);
         m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
+        arena_spread(&m.arena, &config);
         m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
         m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);

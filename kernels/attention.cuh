@@ -837,10 +837,12 @@ float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X
 // True if attention_backward can write codes here.
 inline bool attention_backward_codes([[maybe_unused]] const Device* dev) {
 #ifdef __CUDACC__
+    if (!dev->gpu || dev->compute != 90) return false;
     static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false, true>>);
-    return dev->gpu && dev->compute == 90 && built;
-#endif
+    return built;
+#else
     return false;
+#endif
 }
 
 // Writes every element of dqkv; dbias (3C) (+)= its column sums, which the Hopper kernel takes from its registers.

@@ -293,6 +293,7 @@ __global__ void __launch_bounds__(384, 1)
 
 // True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
+    if (dev->compute != 90) return false;  // a CPU has no driver to ask
     static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
     return built && gemm_fits(dev, rows, columns, MG_SHARED_BYTES) && columns % 8 == 0 && depth % 8 == 0 &&
            depth >= GEMM_MIN_DEPTH;

@@ -325,6 +325,7 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
 
 // True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
+    if (dev->compute != 90) return false;  // a CPU has no driver to ask
     static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
     return built && gemm_fits(dev, rows, columns, MQ_SHARED_BYTES) && rows % GEMM_ROWS == 0 &&
            columns % GEMM_COLUMNS == 0 && depth % 16 == 0;

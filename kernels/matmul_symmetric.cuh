@@ -488,11 +488,11 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 // True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
 // may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
+    if (dev->compute != 90) return false;  // a CPU has no driver to ask
     static const bool built = hopper_kernel_is_built(symmetric_product_kernel);
-    return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
-           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 &&
-           p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
-           !(p->transpose_a && p->transpose_b) &&
+    return built && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 && p->depth % 8 == 0 &&
+           p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 && p->rows < 1 << 20 &&
+           p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 && !(p->transpose_a && p->transpose_b) &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
 }
 

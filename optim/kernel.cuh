@@ -66,15 +66,15 @@ struct StepKeys {
     NoiseKey of[4];
 };
 
-template <bool ORDERED>
-OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, int turn, uint32_t* bf16_out) {
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, int turn, uint32_t* bf16_out,
+                                bool ordered) {
     const uint64_t seed = step.seed.seed;
     const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
-    const int order = ORDERED ? element_order(first) : 0;
-    return {{{seed, step.step, NOISE_WEIGHTS, element, turn, bf16_out, round, ORDERED, order},
-             {seed, step.step, NOISE_M, element, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_V, element, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_SLOW, element, turn, nullptr, round, ORDERED, order}}};
+    const int order = ordered ? element_order(first) : 0;
+    return {{{seed, step.step, NOISE_WEIGHTS, element, turn, bf16_out, round, ordered, order},
+             {seed, step.step, NOISE_M, element, turn, nullptr, round, ordered, order},
+             {seed, step.step, NOISE_V, element, turn, nullptr, round, ordered, order},
+             {seed, step.step, NOISE_SLOW, element, turn, nullptr, round, ordered, order}}};
 }
 
 // Returns true if threads with COUNT elements may take the second half of them first (element_order in
@@ -100,9 +100,10 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
                                   uint32_t* bf16_out = nullptr) {
     Values<MAX> x;
-    const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(step, element, first, turn, bf16_out);
+    const bool by_rows = rule.rows != ROWS_NONE;  // whose numbers come in the order of the elements
+    const bool ordered = step_ordered<MAX, Weights, Grads, M, V>() && !by_rows;
+    const StepKeys key = step_keys(step, element, first, turn, bf16_out, ordered);
     // Load and dequantise. The numbers of rows arrive late, so their loads begin first.
-    const bool by_rows = rule.rows != ROWS_NONE;
     const Span span = numbers_span(rule.rows);
     float row = 1.0f, second = 1.0f;
     if (by_rows) row = numbers_start(span, tile.rows, first, x.v, n, false);
@@ -513,7 +514,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     }
     if constexpr (BF16_OUT) {
         NoiseKey key = {};
-        key.ordered = step_ordered<COUNT, Weights, Grads, M, V>();
+        key.ordered = step_ordered<COUNT, Weights, Grads, M, V>() && EachElement<Rule>().rows == ROWS_NONE;
         key.order = element_order(first);
         store_ordered<COUNT>(streams.copy.codes, first, codes, key);
     } else if constexpr (COPIES) {
