@@ -1,16 +1,15 @@
-// AdamW and its state, from the first kernel that comes to mind to one that keeps 8 or 4 bits a moment and still runs
-// at the speed of a copy: the introduction to optim/, in one file that needs nothing else.
+// AdamW and its state, from the first kernel that comes to mind to one that keeps 8 or 4 bits a moment: the
+// introduction to optim/, in one file that needs nothing else.
 //
 //   nvcc -O3 -arch=native -o adam dev/adam.cu && ./adam [ELEMENTS]        268435456 without an argument
 //
 // A step reads a weight, its gradient and two moments, and writes all but the gradient. It computes so little that only
 // fewer bytes make it faster, and moments can be stored in fewer. The variants, in the order in which one finds them:
-//   1. fp32             28 bytes an element, one thread each: nearly a copy already, with 8 bytes of state
+//   1. fp32             28 bytes an element, one thread each: four fifths of a copy, with 8 bytes of state
 //   2. 8 bits, search   codes of a table of 256 levels; encoding searches the table in shared memory
 //   3. 8 bits, formula  levels that a formula gives, so that nothing is looked up
 //   4. 8 bits, vectors  the same; four elements a thread, read and written at once
-//   5. 8 bits, TMA      the same; copies to shared memory run ahead of the arithmetic
-//   6. 4 bits, TMA      the same kernel with two codes in a byte
+//   5. 8 bits, TMA; 6. 4 bits, TMA      the same; copies to shared memory run ahead of the arithmetic
 // Each variant is checked before it is timed: after ten steps, weights, codes and scales must have the bits of the
 // plain C version. One that has not is not timed, and the program ends with status 1.
 // Columns: bytes moved and bytes of state an element; the median time; bytes over time as a share of the rate of a
@@ -263,7 +262,8 @@ __global__ void __launch_bounds__(THREADS) vector_kernel(Arrays a, Hyper hyper, 
 // ---- 5. and 6. TMA. So far a thread waits for its loads, computes, and ends, and memory idles where too many threads
 // compute at once. From Hopper on, one thread can order copies of whole runs between memory and shared memory and go
 // on. A thread block has STAGES tiles in shared memory: while it updates one in place, the next is on its way in, and
-// the one before on its way out.
+// the one before on its way out. Alone this loses, since all threads wait at a barrier for each tile: the groups of
+// optim/persistent.cuh have stages of their own, and warps that issue their copies.
 
 constexpr int STAGES = 3;
 
