@@ -264,8 +264,8 @@ bool output_possible(const char* path, const char* begins, char* error) {
         return data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
     }
     if (!there || status.st_size == 0) return true;
-    const bool its = file_begin(path, text, sizeof(text) - 1) > 0 && strncmp(text, begins, strlen(begins)) == 0;
-    return its || data_error(error, "%s holds something else already; name a file that does not exist yet", path);
+    const bool own = file_begin(path, text, sizeof(text) - 1) > 0 && strncmp(text, begins, strlen(begins)) == 0;
+    return own || data_error(error, "%s holds something else already; name a file that does not exist yet", path);
 }
 
 FILE* output_open(const char* path, const char* begins, char* error) {

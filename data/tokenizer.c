@@ -319,15 +319,16 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
 bool tokenizers_agree(const char* folder, const char* other) {
     char ignored[DATA_ERROR_BYTES];
     Tokenizer* mine = *folder && tokenizer_exists(folder) ? tokenizer_open(folder, ignored) : NULL;
-    Tokenizer* its = mine && *other && tokenizer_exists(other) ? tokenizer_open(other, ignored) : NULL;
+    Tokenizer* tokenizer = mine && *other && tokenizer_exists(other) ? tokenizer_open(other, ignored) : NULL;
     bool agree = true;
-    for (int token = 0; its && agree && token < mine->tokens && token < its->tokens; token++) {
+    for (int token = 0; tokenizer && agree && token < mine->tokens && token < tokenizer->tokens; token++) {
         int bytes[2] = {0};
-        const char *text = tokenizer_decode(mine, token, &bytes[0]), *same = tokenizer_decode(its, token, &bytes[1]);
+        const char *text = tokenizer_decode(mine, token, &bytes[0]),
+                   *same = tokenizer_decode(tokenizer, token, &bytes[1]);
         if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
         agree = bytes[0] == bytes[1] && memcmp(text, same, (size_t)bytes[0]) == 0;
     }
-    tokenizer_close(mine), tokenizer_close(its);
+    tokenizer_close(mine), tokenizer_close(tokenizer);
     return agree;
 }
 

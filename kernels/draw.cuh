@@ -180,8 +180,8 @@ __global__ static void __launch_bounds__(DRAW_THREADS)
         best = draw_likeliest(row, V, o.top_k, largest, score);
     } else {
         for (int v = threadIdx.x; v < V && !bad; v += blockDim.x) {
-            const double its = score(v);
-            if (its > best.score) best = {its, v};
+            const double own = score(v);
+            if (own > best.score) best = {own, v};
         }
     }
     scores[threadIdx.x] = best.score, winners[threadIdx.x] = best.token;

@@ -53,13 +53,13 @@ struct Cublaslt {
 
 // Loads the functions. `library` of the result is null if there is no library or if it lacks a function.
 static Cublaslt cublaslt_load() {
-    Cublaslt its = {};
-    its.library = open_library("NIBBLE_CUBLASLT", "libcublasLt", true);
-#define LOAD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                \
-    if (its.library) its.NAME = (RESULT(*) PARAMETERS)dlsym(its.library, #NAME); \
-    if (!its.NAME) its.library = nullptr;
+    Cublaslt functions = {};
+    functions.library = open_library("NIBBLE_CUBLASLT", "libcublasLt", true);
+#define LOAD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                                  \
+    if (functions.library) functions.NAME = (RESULT(*) PARAMETERS)dlsym(functions.library, #NAME); \
+    if (!functions.NAME) functions.library = nullptr;
     CUBLASLT_FUNCTIONS(LOAD)
-    return its;
+    return functions;
 }
 
 static const Cublaslt& cublaslt() {

@@ -819,8 +819,8 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
 
 NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) {
     if (tensor < 0 || tensor >= optim->count) return {optim->end, -1, -1};
-    const NibbleTensor* its = &optim->tensor[tensor];
-    const int64_t first = its->count < 0 ? 0 : its->first - its->first % TILE_ELEMENTS;
+    const NibbleTensor* given = &optim->tensor[tensor];
+    const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
     const Plan* plan = optim_parts(optim->optim).plan;
     const int launch = plan->launch_of[tensor];
     const bool whole = config_reads_whole(&plan->launch[launch].config);

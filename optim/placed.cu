@@ -22,7 +22,7 @@ struct PlacedPointers {
 
 // A tensor in the last step, and in the tables.
 struct PlacedState {
-    PlacedTensor its;
+    PlacedTensor placed;
     int group;                    // the caller's; -1: no gradient
     bool weights_off, grads_off;  // true if they do not begin at a multiple of 16 bytes
 };
@@ -158,7 +158,7 @@ void placed_create(PlacedTables** made, Optim* optim, OptimType compute, const P
     assert(!parts.config->scale_by_rms);
     tables->optim = optim;
     tables->tensor = (PlacedState*)memory_zero(count, sizeof(PlacedState));
-    for (size_t t = 0; t < count; t++) tables->tensor[t].its = tensors[t];
+    for (size_t t = 0; t < count; t++) tables->tensor[t].placed = tensors[t];
     tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
     tables->run = (PlacedRun*)memory_zero(LAUNCHES + count / STEP_GROUPS, sizeof(PlacedRun));
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
@@ -189,7 +189,7 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
     const OptimParts* parts = &tables->parts;
     const char *with = nullptr, *without = nullptr;
     for (int t = 0; t < parts->count; t++) {
-        if (parts->plan->launch_of[t] != launch || tables->tensor[t].its.count == 0) continue;
+        if (parts->plan->launch_of[t] != launch || tables->tensor[t].placed.count == 0) continue;
         (tables->tensor[t].group < 0 ? without : with) = parts->tensors[t].name;
     }
     if (!with || !without) return;
@@ -215,7 +215,7 @@ static int run_group(PlacedRun* run, int group, int settings) {
 // Adds the tiles of one tensor. `number` is that of its first tile in its launch's list.
 static void build_tensor(PlacedTables* tables, int t, int group, const PlacedRun* run, int64_t number) {
     const PlacedState* state = &tables->tensor[t];
-    const PlacedTensor* placed = &state->its;
+    const PlacedTensor* placed = &state->placed;
     const PlacedView* host = &tables->host;
     const int64_t tiles = tensor_padded(&tables->parts.tensors[t]) / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
@@ -254,7 +254,7 @@ static void build_launch(PlacedTables* tables, int launch) {
     PlacedRun* run = nullptr;
     for (int t = 0; t < parts->count; t++) {
         const PlacedState* state = &tables->tensor[t];
-        if (state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
+        if (state->group < 0 || parts->plan->launch_of[t] != launch || state->placed.count == 0) continue;
         int number = run ? run_group(run, state->group, parts->plan->group_of[t]) : -1;
         if (number < 0 && run && run->matrix) {
             user_error(
@@ -305,8 +305,8 @@ static void tables_update(PlacedTables* tables, const NibbleStep* step, bool cap
     bool same = tables->built, moved = tables->moved || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
         PlacedState* state = &tables->tensor[t];
-        const int64_t shift = -state->its.head;
-        const void* grads = state->its.count > 0 ? step->grads[t] : nullptr;
+        const int64_t shift = -state->placed.head;
+        const void* grads = state->placed.count > 0 ? step->grads[t] : nullptr;
         const int group = !grads ? -1 : step->group_of ? step->group_of[t] : 0;
         const PlacedPointers now = {grads ? step->weights[t] : nullptr, grads};
         const bool weights_off = ((uintptr_t)now.weights + (uintptr_t)(shift * tables->view.weight_bytes)) % 16 != 0;
@@ -432,21 +432,21 @@ static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
 // Writes the arguments of a captured kernel, with the constants of the clock's step. grid: 1, block: STEP_GROUPS or
 // more.
 __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
-    const Replay& its = replay.from;
+    const Replay& captured = replay.from;
     const uint32_t* from = (const uint32_t*)&replay.step;
-    StepArguments* to = &its.to->step;
+    StepArguments* to = &captured.to->step;
     for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
     __syncthreads();
-    const int64_t now = *its.clock;
+    const int64_t now = *captured.clock;
     const int group = threadIdx.x;
     if (group == 0) to->step = (uint32_t)now;
-    if (group >= its.groups) return;
-    const double rate = its.rate_at[group] ? (double)*its.rate_at[group] : its.rate[group];
-    const int64_t own = now - its.lag[group];
-    to->group[group] = hyper_create(its.source[group], rate, own);
+    if (group >= captured.groups) return;
+    const double rate = captured.rate_at[group] ? (double)*captured.rate_at[group] : captured.rate[group];
+    const int64_t own = now - captured.lag[group];
+    to->group[group] = hyper_create(captured.source[group], rate, own);
     if (group > 0) return;
-    its.to->changing[0] = to->group[0].one_minus_beta2, its.to->changing[1] = to->group[0].root2;
-    its.to->changing[2] = (float)bias_root(its.source[0].beta3, own);
+    captured.to->changing[0] = to->group[0].one_minus_beta2, captured.to->changing[1] = to->group[0].root2;
+    captured.to->changing[2] = (float)bias_root(captured.source[0].beta3, own);
 }
 
 #endif
@@ -490,9 +490,9 @@ static void run_take(const PlacedTables* tables, const PlacedRun* run, const Nib
     }
     arguments.tiles = tables->view.step + run->first;
     arguments.tile_count = passes ? launch->tiles : run->tiles;
-    const LaunchStep its = {&own, own_step(first, step), tables->view.applied + run->first, 0,
-                            capturing ? &replay : nullptr};
-    (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &arguments, &its);
+    const LaunchStep launch_step = {&own, own_step(first, step), tables->view.applied + run->first, 0,
+                                    capturing ? &replay : nullptr};
+    (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &arguments, &launch_step);
 }
 
 // Refuses different constants or numbers of steps for tensors that a step takes all together.
@@ -523,7 +523,7 @@ static void require_same_constants(const PlacedTables* tables, const NibbleStep*
 static void tables_settle(const PlacedTables* tables, const float* scale) {
     const int count = tables->parts.count;
     bool all = true;
-    for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].its.count == 0);
+    for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].placed.count == 0);
     if (all) return optim_commit_scales(tables->optim, scale);
     for (int t = 0; t < count; t++) {
         if (tables->tensor[t].group >= 0) optim_settle_tensor(tables->optim, t, scale);

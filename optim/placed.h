@@ -84,10 +84,10 @@ struct LaunchStep {
 // optim_passes and optim_launch set the arrays that `arguments` needs besides tiles. optim_passes runs the passes of a
 // rule that reads rows and of --limit-growth, for whole tensors; these read the constants in the order of the plan's
 // groups. A launch without passes needs no such call.
-void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its);
+void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step);
 // Updates the tiles of `arguments`, after the launch's passes. If the rule reads matrices, these are whole tensors in
 // the arena's order.
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its);
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step);
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients, and *applied with a
 // rule that reads matrices.
 Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile* applied);

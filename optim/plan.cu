@@ -142,10 +142,10 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
-        OptimConfig* its = &plan->launch[i].config;
+        OptimConfig* own_config = &plan->launch[i].config;
         const bool own = plan->launch[i].rows.rule->has_momentum;
-        if (own) its->beta1 = config->momentum;
-        its->nesterov = config->nesterov || !own;
+        if (own) own_config->beta1 = config->momentum;
+        own_config->nesterov = config->nesterov || !own;
     }
     return plan;
 }
@@ -205,10 +205,10 @@ static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, in
     for (int t = 0; t < count; t++) {
         if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
         for (int span = 0; span < SPANS; span++) {
-            int64_t its = span_numbers((Span)span, &tensors[t]);
+            int64_t own = span_numbers((Span)span, &tensors[t]);
             plan->at[t][span] = numbers[span];
-            numbers[span] += its;
-            launch->run.numbers[span] += its;
+            numbers[span] += own;
+            launch->run.numbers[span] += own;
         }
         plan->ready[t] = launch->run.ready;
         launch->run.ready += ready_numbers(ready, &tensors[t]);
@@ -385,12 +385,12 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
 
 ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     const int launch = plan->launch_of[tensor];
-    const LaunchPlan* its = &plan->launch[launch];
-    const FormatRow* format = slot_format(its, slot);
+    const LaunchPlan* launch_plan = &plan->launch[launch];
+    const FormatRow* format = slot_format(launch_plan, slot);
     const bool weights = slot == SLOT_WEIGHTS;
     ArrayRef place = {};
-    place.rule = its->config.rule;
-    place.run = weights ? &plan->weights[its->weights].run : &its->kept[slot];
+    place.rule = launch_plan->config.rule;
+    place.run = weights ? &plan->weights[launch_plan->weights].run : &launch_plan->kept[slot];
     if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
     char nearest[64];
     nearest_name(format->name, nearest);
@@ -398,7 +398,7 @@ ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
     if (!place.nearest) place.nearest = format;
     place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
-    plan_array(plan, weights ? its->weights : launch, slot, place.array);
+    plan_array(plan, weights ? launch_plan->weights : launch, slot, place.array);
     return place;
 }
 

@@ -186,11 +186,11 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
 // it names.
 static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
-    const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
+    const bool own = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
                      (strcmp(config->v, preset->v) == 0 || !rule_of(config)->keeps_v);
     const bool rest = rule_of(config)->leaves_vectors_to_adamw;
-    if (rest && !config->stored) rest_overrides(config, preset, its);
-    if (its && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
+    if (rest && !config->stored) rest_overrides(config, preset, own);
+    if (own && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error)) return false;

@@ -94,20 +94,20 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
 // Runs the passes before a step of the arguments' tensors. The pass for --limit-growth computes the update for a
 // learning rate of 1.
 static void launch_passes(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
-                          const LaunchStep* its) {
+                          const LaunchStep* launch_step) {
     const RowPlan* plan = &launch->passes.plan;
-    const RowRange range = row_range(plan, its->first, its->first + arguments->tile_count);
+    const RowRange range = row_range(plan, launch_step->first, launch_step->first + arguments->tile_count);
     StepArguments own = *arguments;
-    own.tiles -= its->first;
-    Replay replay = its->replay ? *its->replay : Replay{};
+    own.tiles -= launch_step->first;
+    Replay replay = launch_step->replay ? *launch_step->replay : Replay{};
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
-            replay.source[group] = hyper_source(its->config, &settings);
+            replay.source[group] = hyper_source(launch_step->config, &settings);
             replay.rate[group] = 1.0, replay.rate_at[group] = nullptr;
-            own.group[group] = hyper_create(replay.source[group], 1.0, its->step);
+            own.group[group] = hyper_create(replay.source[group], 1.0, launch_step->step);
         }
-        pass_run(optim, launch, range, plan->pass[i], &own, its->replay ? &replay : nullptr, its->step);
+        pass_run(optim, launch, range, plan->pass[i], &own, launch_step->replay ? &replay : nullptr, launch_step->step);
     }
 }
 
@@ -158,41 +158,41 @@ static void moment_arguments(const StepLaunch* launch, const MatrixRange* range,
 // Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have
 // tiles of whole tensors; if the rule projects gradients, all of the launch.
 static void launch_matrices(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
-                            const LaunchStep* its) {
+                            const LaunchStep* launch_step) {
     const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
     const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
                in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
     const LowStep low = {dev,
-                         its->config,
+                         launch_step->config,
                          work,
                          &launch->kept[SLOT_BASIS],
                          arguments->tiles,
                          is_bf16,
                          arguments->grad_scale,
-                         its->step,
+                         launch_step->step,
                          in_bf16,
                          optim->tensors,
                          optim->grads};
     matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        const MatrixRange range = range_create(chunk, its->first, arguments->tile_count);
+        const MatrixRange range = range_create(chunk, launch_step->first, arguments->tile_count);
         if (range.at >= range.end) continue;
         StepArguments moment = *arguments, apply = *arguments;
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (projects) low_rank_project(&low, i);
-        moment_arguments(launch, &range, its->first, &low, &moment);
-        kernel_run(optim, &launch->kernel, its->replay, &moment);
+        moment_arguments(launch, &range, launch_step->first, &low, &moment);
+        kernel_run(optim, &launch->kernel, launch_step->replay, &moment);
         if (projects) low_rank_update(&low, i);
-        if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->scales, v->new_scales);
-        range_tiles(&range, its->applied, its->first, &apply);
+        if (!projects) matrix_update(dev, launch_step->config, work, &range, (const float*)v->scales, v->new_scales);
+        range_tiles(&range, launch_step->applied, launch_step->first, &apply);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
-        kernel_run(optim, &launch->apply, its->replay, &apply);
+        kernel_run(optim, &launch->apply, launch_step->replay, &apply);
     }
 }
 
@@ -212,17 +212,17 @@ static const StepLaunch* launch_begin(const Optim* optim, int index, StepArgumen
 
 // Updates the tiles of the arguments, after the passes.
 static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments,
-                         const LaunchStep* its) {
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
-    kernel_run(optim, &launch->kernel, its->replay, arguments);
+                         const LaunchStep* launch_step) {
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, launch_step);
+    kernel_run(optim, &launch->kernel, launch_step->replay, arguments);
 }
 
-void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
-    launch_passes(optim, launch_begin(optim, launch, arguments), arguments, its);
+void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step) {
+    launch_passes(optim, launch_begin(optim, launch, arguments), arguments, launch_step);
 }
 
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
-    launch_tiles(optim, launch_begin(optim, launch, arguments), arguments, its);
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step) {
+    launch_tiles(optim, launch_begin(optim, launch, arguments), arguments, launch_step);
 }
 
 void optim_loaded(Optim* optim) {
@@ -246,8 +246,8 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
         const Settle* all = &optim->settle[i];
         if (!is_in_run(optim->plan, t, all->run)) continue;
         const int64_t at = optim->plan->at[t][all->span] - all->run->at[all->span];
-        const Settle its = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
-        spans_settle(optim->dev, &its, grad_scale);
+        const Settle part = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
+        spans_settle(optim->dev, &part, grad_scale);
     }
 }
 
@@ -283,9 +283,9 @@ static void optim_step_tiles(const Optim* optim, const TileRun* run, const float
     if (run->tiles == 0) return;
     StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
     arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
-    const LaunchStep its = {&launch->plan->config, step, launch->applied + run->first, run->first};
-    if (!launch->rows.rule->matrix) optim_passes(optim, run->launch, &arguments, &its);
-    optim_launch(optim, run->launch, &arguments, &its);
+    const LaunchStep launch_step = {&launch->plan->config, step, launch->applied + run->first, run->first};
+    if (!launch->rows.rule->matrix) optim_passes(optim, run->launch, &arguments, &launch_step);
+    optim_launch(optim, run->launch, &arguments, &launch_step);
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {

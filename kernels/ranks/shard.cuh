@@ -323,9 +323,9 @@ inline void shard_all_gather(Shard* s, int bucket, void* memory, int64_t bytes, 
         char* at = shard_at(s, memory, bucket, own, bytes);
         char* from = kept && own.tiles > 0 ? shard_own_at(s, kept, own, bytes) : at;
         for (int r = 0; r < s->comm.world; r++) {
-            const SliceRun its = slices_piece(&s->slices, bucket, r, i, INT64_MAX);
+            const SliceRun piece = slices_piece(&s->slices, bucket, r, i, INT64_MAX);
             s->sends[r] = {from, own.tiles * bytes};
-            s->receives[r] = {shard_at(s, memory, bucket, its, bytes), its.tiles * bytes};
+            s->receives[r] = {shard_at(s, memory, bucket, piece, bytes), piece.tiles * bytes};
         }
         if (from != at) comm_copy(&s->comm, at, from, own.tiles * bytes);
         comm_exchange(&s->comm, s->sends, s->receives);
@@ -343,8 +343,8 @@ void shard_sum_pieces(Shard* s, int bucket, int64_t i) {
     const SliceRun own = slices_piece(&s->slices, bucket, me, i, s->piece);
     CommPiece *sends = s->sends, *receives = s->receives;
     for (int r = 0; r < world; r++) {
-        const SliceRun its = slices_piece(&s->slices, bucket, r, i, s->piece);
-        sends[r] = {shard_at(s, s->grads, bucket, its, bytes), its.tiles * bytes};
+        const SliceRun run = slices_piece(&s->slices, bucket, r, i, s->piece);
+        sends[r] = {shard_at(s, s->grads, bucket, run, bytes), run.tiles * bytes};
         receives[r] = {s->incoming + r * stride, own.tiles * bytes};
     }
     comm_exchange_zero_copy(&s->comm, sends, receives);

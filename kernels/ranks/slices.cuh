@@ -107,11 +107,11 @@ inline void slices_plan(Slices* s, const SliceTensor* tensor, int count, int ran
         }
         for (int r = 0; r < ranks; r++) {
             // owned[r + 1]: what ranks 0 to r own.
-            int64_t its = 0;
+            int64_t own = 0;
             const int64_t share = total / ranks * (r + 1) + total % ranks * (r + 1) / ranks;
             if (r + 1 < ranks)
-                cut[r + 1] = slices_boundary(tensor + first, tensors, cut[r], share - owned[r + 1], &its);
-            owned[r + 1] += its;
+                cut[r + 1] = slices_boundary(tensor + first, tensors, cut[r], share - owned[r + 1], &own);
+            owned[r + 1] += own;
         }
     }
     free(owned);

@@ -40,12 +40,12 @@ struct Gradients {
 };
 
 // Copies the gradients of a chunk, times their factor, to work->scratch.
-static void low_gradients(const LowStep* its, const MatrixChunk* chunk) {
+static void low_gradients(const LowStep* low_step, const MatrixChunk* chunk) {
     const int64_t count = chunk->tiles * TILE_ELEMENTS;
-    const Tile* tiles = its->tiles + chunk->tile;
-    float* to = its->work->scratch;
-    if (its->is_bf16) return for_each(its->dev, Gradients<Bf16>{tiles, its->grad_scale, to}, count);
-    for_each(its->dev, Gradients<Fp32>{tiles, its->grad_scale, to}, count);
+    const Tile* tiles = low_step->tiles + chunk->tile;
+    float* to = low_step->work->scratch;
+    if (low_step->is_bf16) return for_each(low_step->dev, Gradients<Bf16>{tiles, low_step->grad_scale, to}, count);
+    for_each(low_step->dev, Gradients<Fp32>{tiles, low_step->grad_scale, to}, count);
 }
 
 // The basis.
@@ -231,21 +231,21 @@ struct LowMatrix {
     float* sums;       // room for 4 length + 4 numbers
 };
 
-static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
-    const LowShape shape = low_shape(its->config, m->rows, m->cols);
-    const MatrixWork* work = its->work;
+static LowMatrix low_matrix(const LowStep* low_step, const Matrix* m) {
+    const LowShape shape = low_shape(low_step->config, m->rows, m->cols);
+    const MatrixWork* work = low_step->work;
     LowMatrix l = {};
     l.shape = m;
-    l.rule = rule_of(its->config)->matrix;
+    l.rule = rule_of(low_step->config)->matrix;
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
-    float* basis = (float*)its->basis->codes + m->basis;
+    float* basis = (float*)low_step->basis->codes + m->basis;
     l.last = l.rule == MATRIX_GALORE ? nullptr : basis + shape.basis - 1;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
-    l.parts = its->dev->gpu ? l.z + l.rank * l.length : nullptr;
+    l.parts = low_step->dev->gpu ? l.z + l.rank * l.length : nullptr;
     l.sums = work->sums;
     if (stores_basis(l.rule)) l.q = basis;
     return l;
@@ -253,11 +253,11 @@ static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
 
 // Calls function(matrix, number in the plan) for each matrix of a chunk.
 template <class Function>
-static void each_matrix(const LowStep* its, int chunk, Function function) {
-    const MatrixPlan* plan = &its->work->plan;
+static void each_matrix(const LowStep* low_step, int chunk, Function function) {
+    const MatrixPlan* plan = &low_step->work->plan;
     const int first = plan->chunk[chunk].matrix;
     for (int i = first; i < first + plan->chunk[chunk].matrices; i++) {
-        const LowMatrix l = low_matrix(its, &plan->matrix[i]);
+        const LowMatrix l = low_matrix(low_step, &plan->matrix[i]);
         function(&l, i);
     }
 }
@@ -298,26 +298,26 @@ static void project_back(const Device* dev, const LowMatrix* l, const float* low
 }
 
 // Does the same with operands in bf16: the gradient is read where it is, and U is bf16.
-static void project_bf16(const LowStep* its, const LowMatrix* l) {
+static void project_bf16(const LowStep* low_step, const LowMatrix* l) {
     const int tensor = l->shape->tensor;
-    const bf16* g = (const bf16*)its->grads[tensor] + (l->shape->element - its->tensors[tensor].offset);
-    const bf16* q = in_bf16(its->dev, l->q, l->y, l->rank * l->side);
+    const bf16* g = (const bf16*)low_step->grads[tensor] + (l->shape->element - low_step->tensors[tensor].offset);
+    const bf16* q = in_bf16(low_step->dev, l->q, l->y, l->rank * l->side);
     const MatmulProduct p = projection(l);
-    matmul_product<bf16, float>(its->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
+    matmul_product<bf16, float>(low_step->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
 }
 
-static void project_back_bf16(const LowStep* its, const LowMatrix* l, float scale) {
-    const bf16 *q = in_bf16(its->dev, l->q, l->y, l->rank * l->side),
-               *n = in_bf16(its->dev, l->direction, l->z, l->rank * l->length);
+static void project_back_bf16(const LowStep* low_step, const LowMatrix* l, float scale) {
+    const bf16 *q = in_bf16(low_step->dev, l->q, l->y, l->rank * l->side),
+               *n = in_bf16(low_step->dev, l->direction, l->z, l->rank * l->length);
     const MatmulProduct p = back_projection(l, scale, 0.0f);
-    bf16* u = (bf16*)its->work->scratch + l->shape->at;
-    matmul_product<bf16, bf16>(its->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
+    bf16* u = (bf16*)low_step->work->scratch + l->shape->at;
+    matmul_product<bf16, bf16>(low_step->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
 }
 
 // Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
-static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refresh) {
-    const Device* dev = its->dev;
-    const uint64_t seed = its->config->seed;
+static void basis_refresh(const LowStep* low_step, const LowMatrix* l, uint32_t refresh) {
+    const Device* dev = low_step->dev;
+    const uint64_t seed = low_step->config->seed;
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const uint64_t element = (uint64_t)l->shape->element;
     const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
@@ -329,7 +329,7 @@ static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refre
         matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
         orthonormal(dev, o);
     }
-    for_each(dev, KeepBasis{l->q, l->y, its->work->unit, l->side}, l->rank);
+    for_each(dev, KeepBasis{l->q, l->y, low_step->work->unit, l->side}, l->rank);
 }
 
 bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan) {
@@ -339,23 +339,23 @@ bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const Matrix
 
 // Finds out which matrices have directions, unless all had some before. It waits for the device, in the first two steps
 // and while a matrix has had no gradient but zero.
-static void find_directions(const LowStep* its) {
-    const MatrixPlan* plan = &its->work->plan;
+static void find_directions(const LowStep* low_step) {
+    const MatrixPlan* plan = &low_step->work->plan;
     bool all = true;
     for (int i = 0; i < plan->matrices; i++) all = all && plan->matrix[i].has_basis;
-    if (all || !stores_basis(rule_of(its->config)->matrix)) return;
+    if (all || !stores_basis(rule_of(low_step->config)->matrix)) return;
     float* host = (float*)memory_take((size_t)plan->matrices * sizeof(float));
-    const FirstRow first = {its->work->matrix, (const float*)its->basis->codes, its->work->sums};
-    for_lanes(its->dev, first, plan->matrices);
-    copy_to_host(its->dev, host, its->work->sums, plan->matrices * (int64_t)sizeof(float));
+    const FirstRow first = {low_step->work->matrix, (const float*)low_step->basis->codes, low_step->work->sums};
+    for_lanes(low_step->dev, first, plan->matrices);
+    copy_to_host(low_step->dev, host, low_step->work->sums, plan->matrices * (int64_t)sizeof(float));
     for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = host[i] != 0.0f;
     free(host);
 }
 
 // Returns true if this step computes a new Q for a matrix, for which the gradients must lie in the scratch.
-static bool refreshes(const LowStep* its, const Matrix* m) {
-    const OptimConfig* config = its->config;
-    return stores_basis(rule_of(config)->matrix) && ((its->step - 1) % config->rank_gap == 0 || !m->has_basis);
+static bool refreshes(const LowStep* low_step, const Matrix* m) {
+    const OptimConfig* config = low_step->config;
+    return stores_basis(rule_of(config)->matrix) && ((low_step->step - 1) % config->rank_gap == 0 || !m->has_basis);
 }
 
 static float rank_scale(const OptimConfig* config) {
@@ -364,29 +364,30 @@ static float rank_scale(const OptimConfig* config) {
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
 
-void low_rank_project(const LowStep* its, int chunk) {
-    const OptimConfig* config = its->config;
-    const uint32_t refresh = (uint32_t)((its->step - 1) / config->rank_gap);
-    const MatrixChunk* taken = &its->work->plan.chunk[chunk];
+void low_rank_project(const LowStep* low_step, int chunk) {
+    const OptimConfig* config = low_step->config;
+    const uint32_t refresh = (uint32_t)((low_step->step - 1) / config->rank_gap);
+    const MatrixChunk* taken = &low_step->work->plan.chunk[chunk];
     int64_t padding = taken->end - taken->begin;
-    bool reads = !its->in_bf16;
-    if (chunk == 0) find_directions(its);
-    each_matrix(its, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(its, l->shape); });
-    if (reads) low_gradients(its, taken);
-    each_matrix(its, chunk, [&](const LowMatrix* l, int) {
+    bool reads = !low_step->in_bf16;
+    if (chunk == 0) find_directions(low_step);
+    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(low_step, l->shape); });
+    if (reads) low_gradients(low_step, taken);
+    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
         if (!stores_basis(l->rule)) {
             const float scale = (float)(1.0 / sqrt((double)l->rank));
             const RandomBasis random = {l->q, config->seed, (uint64_t)l->shape->element, refresh, scale};
-            for_each(its->dev, random, l->rank * l->side);
-        } else if (refreshes(its, l->shape)) {
-            basis_refresh(its, l, refresh);
+            for_each(low_step->dev, random, l->rank * l->side);
+        } else if (refreshes(low_step, l->shape)) {
+            basis_refresh(low_step, l, refresh);
         }
         padding -= (int64_t)l->shape->rows * l->shape->cols;
-        if (its->in_bf16) return project_bf16(its, l);
-        project(its->dev, l, l->q, l->low);
+        if (low_step->in_bf16) return project_bf16(low_step, l);
+        project(low_step->dev, l, l->q, l->low);
     });
     // U will not cover the padding between tensors, whose gradients must be zero.
-    if (its->in_bf16 && padding > 0) device_zero(its->dev, its->work->scratch, (taken->end - taken->begin) * 2);
+    if (low_step->in_bf16 && padding > 0)
+        device_zero(low_step->dev, low_step->work->scratch, (taken->end - taken->begin) * 2);
 }
 
 // The update.
@@ -508,13 +509,13 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
 }
 
-void low_rank_update(const LowStep* its, int chunk) {
-    const Device* dev = its->dev;
-    const float scale = rank_scale(its->config), root = sqrtf(scale);
-    each_matrix(its, chunk, [&](const LowMatrix* l, int) {
-        if (its->in_bf16) return project_back_bf16(its, l, scale);
+void low_rank_update(const LowStep* low_step, int chunk) {
+    const Device* dev = low_step->dev;
+    const float scale = rank_scale(low_step->config), root = sqrtf(scale);
+    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
+        if (low_step->in_bf16) return project_back_bf16(low_step, l, scale);
         if (l->rule == MATRIX_GALORE) return project_back(dev, l, l->direction, scale, 0.0f);
-        scale_factors(dev, its->work, l);
+        scale_factors(dev, low_step->work, l);
         const bool fira = l->rule == MATRIX_FIRA;
         const int64_t cols = l->shape->cols, low_cols = l->right ? l->rank : l->length;
         const float *inverse = l->sums, *factor = inverse + 4;

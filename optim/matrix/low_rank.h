@@ -63,7 +63,7 @@ struct LowStep {
 };
 
 // Computes new directions Q if they are due, and projects the gradients of a chunk into work->low.
-void low_rank_project(const LowStep* its, int chunk);
+void low_rank_project(const LowStep* low_step, int chunk);
 
 // Turns N, in work->direction, and the gradients into the updates, in work->scratch.
-void low_rank_update(const LowStep* its, int chunk);
+void low_rank_update(const LowStep* low_step, int chunk);

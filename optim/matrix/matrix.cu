@@ -63,7 +63,7 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
 
 // Sets where a matrix's moments and basis begin, and raises the plan's buffers to what its products need.
 static void low_place(const Device* dev, const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk,
-                      Matrix* matrix, MatrixPlan* its) {
+                      Matrix* matrix, MatrixPlan* matrices) {
     const LaunchPlan* launch = &plan->launch[index];
     const OptimTensor* kept = plan->kept[tensor];
     const LowShape shape = low_shape(&launch->config, matrix->rows, matrix->cols);
@@ -72,8 +72,9 @@ static void low_place(const Device* dev, const Plan* plan, int index, int tensor
     matrix->low = kept[SLOT_M].offset - chunk->low_begin + part * shape.rows * shape.cols;
     matrix->basis = kept[SLOT_BASIS].offset - launch->kept[SLOT_BASIS].begin + part * shape.basis;
     const int64_t parts = dev->gpu ? side * length + shape.rank * length : 0;
-    its->work = larger(its->work, (2 * shape.rank * side + shape.rank * length + parts) * (int64_t)sizeof(float));
-    its->sums = larger(its->sums, (4 * length + 4) * (int64_t)sizeof(float));
+    matrices->work =
+        larger(matrices->work, (2 * shape.rank * side + shape.rank * length + parts) * (int64_t)sizeof(float));
+    matrices->sums = larger(matrices->sums, (4 * length + 4) * (int64_t)sizeof(float));
 }
 
 void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes) {

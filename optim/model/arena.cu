@@ -112,18 +112,18 @@ static int64_t squares_bytes(const Arena* a) {
 // Returns the configuration for the optimizer: steps by parts take a layer's matrices at a time, whose buffers are
 // less.
 static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
-    OptimConfig its = *config;
+    OptimConfig own_config = *config;
     int64_t layer = 0;
     for (int t = 0; t < a->count; t++) {
         if (a->part[t] == 0 && a->tensors[t].rows > 1) layer += tensor_padded(&a->tensors[t]);
     }
-    if ((takes_parts(a) || config->offload) && layer < its.matrix_chunk) its.matrix_chunk = layer;
-    return its;
+    if ((takes_parts(a) || config->offload) && layer < own_config.matrix_chunk) own_config.matrix_chunk = layer;
+    return own_config;
 }
 
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
-    const OptimConfig its = arena_config(a, config);
-    const OptimBytes optim = optim_bytes(a->dev, &its, a->tensors, a->count, a->type);
+    const OptimConfig own_config = arena_config(a, config);
+    const OptimBytes optim = optim_bytes(a->dev, &own_config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard, a->elements);
     if (!config->keeps_copy) weights += decoded_bytes(a, config).room;
     int64_t states = optim.states + optim.tables;
@@ -155,8 +155,8 @@ void arena_open(Arena* a, const OptimConfig* config) {
         a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2));
         return;
     }
-    const OptimConfig its = arena_config(a, config);
-    a->optim = optim_create(a->dev, &its, a->tensors, a->count, a->type);
+    const OptimConfig own_config = arena_config(a, config);
+    a->optim = optim_create(a->dev, &own_config, a->tensors, a->count, a->type);
     a->weights = optim_weights(a->optim);
     if (!config->keeps_copy) a->decoded = decoded_open(a);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));

@@ -28,20 +28,20 @@ struct Offload {
 static PartRuns* part_runs(const Arena* a, const Plan* plan) {
     PartRuns* run = (PartRuns*)memory_zero((size_t)a->layers + 2, sizeof(PartRuns));
     for (int t = 0; t < a->count; t++) {
-        auto* its = &run[a->part[t]].launch[plan->launch_of[t]];
+        auto* own = &run[a->part[t]].launch[plan->launch_of[t]];
         if (is_elsewhere(plan, t)) continue;
         const int64_t offset = plan->kept[t][SLOT_WEIGHTS].offset, begin = offset + plan->here[t].begin,
                       end = offset + plan->here[t].end;
-        assert(its->end == 0 || its->end == begin);
-        if (its->end == 0) its->begin = begin;
-        its->end = end;
+        assert(own->end == 0 || own->end == begin);
+        if (own->end == 0) own->begin = begin;
+        own->end = end;
     }
     return run;
 }
 
 static bool is_empty(const PartRuns* run) {
-    for (const auto& its : run->launch) {
-        if (its.begin < its.end) return false;
+    for (const auto& part : run->launch) {
+        if (part.begin < part.end) return false;
     }
     return true;
 }
