@@ -20,7 +20,7 @@
 //              then takes lane l + 16, l + 8, l + 4, l + 2 and l + 1; last the panels are added in order
 //     column   in a slab, number w of 8 adds rows w, w + 8, ... in order; then the 8 are added in order, then the slabs
 //     tensor   number l of 1024 adds rows l, l + 1024, ... in order; then l takes l + 512, l + 256, ..., l + 1
-// Sums belong to whole tensors, so a tensor is never cut between GPUs (optim_cuts), and no bit depends on the device,
+// Sums belong to whole tensors, so a tensor is never cut between GPUs (optim_slice), and no bit depends on the device,
 // the launch or the shards. In return, the embedding, 31 % of GPT-2 124M and 5 % of 1558M, has one owner.
 //
 // Bytes a parameter, besides the step's: a pass reads g (2 or 4 bytes), and m or p if its formula has them. With bf16

@@ -19,7 +19,7 @@
 // Arithmetic: plain C, in fp32 and in the order above, is the definition. A GPU takes the symmetric form of the same
 // polynomial (newton_schulz.cuh), in fp16 with fp32 sums. CPU and GPU agree within the sum of their error bounds
 // (dev/unit/newton_schulz.h). Small singular values of u grow by a factor of up to |a| a step, so an error of 2^-11
-// becomes up to 3 per cent of U. A matrix belongs to one rank (optim_cuts), and its bits do not depend on the matrices
+// becomes up to 3 per cent of U. A matrix belongs to one rank (optim_slice), and its bits do not depend on the matrices
 // beside it, so the same device gives the same bits for any number of ranks and chunks.
 //
 // Memory: tensors are taken in chunks of about 3 x 2^25 elements. Each element of a chunk takes 4 bytes of the scratch
