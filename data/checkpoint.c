@@ -76,10 +76,11 @@ bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t 
 
 // Completes the file of tensors that is open, if one is.
 static bool tensors_end(CheckpointWriter* writer) {
-    CheckpointFile* file = &writer->file[writer->files - 1];
     SafetensorsWriter* tensors = writer->tensors;
+    if (!tensors) return true;
+    CheckpointFile* file = &writer->file[writer->files - 1];
     writer->tensors = NULL;
-    return !tensors || safetensors_finish(tensors, &file->crc, &file->bytes);
+    return safetensors_finish(tensors, &file->crc, &file->bytes);
 }
 
 static bool tensors_begin(CheckpointWriter* writer, const char* name, const SafetensorsTensor* tensors, int count,
