@@ -224,7 +224,7 @@ struct BlockActivations {
     Operand<X> gelu;             // (N, 4C) after GELU
 };
 
-// What a micro-batch works with.
+// The buffers of a micro-batch.
 template <typename X>
 struct Activations {
     Weights<X> weights;

@@ -38,7 +38,7 @@ static void cuda_check(cudaError_t error, const char* call, int line) {
 
 constexpr double LR = 1e-3, BETA1 = 0.9, BETA2 = 0.95, EPS = 1e-8, DECAY = 0.1;
 
-// What changes from step to step: the two bias corrections, folded into two factors on the host.
+// Two factors change from step to step. The host folds the two bias corrections into them.
 struct Hyper {
     float step_size, root_factor;
 };

@@ -21,7 +21,7 @@ static void backward(const Device* dev, bf16* dqkv, float* dbias, void* scratch,
     attention_backward(dev, dqkv, dbias, scratch, dout, qkv, out, lse, B, T, C, NH, false);
 }
 
-// What a GPU runs that has as much shared memory and no wgmma.
+// Returns the device as if it had no wgmma, so that the kernels of other GPUs run on it.
 static Device without_wgmma(const Device* dev) {
     Device other = *dev;
     other.compute = 100;

@@ -150,7 +150,7 @@ WHOLE(int, unlink, -1, REMOVE, (const char* path), (path))
 WHOLE(int, unlinkat, -1, REMOVE, (int folder, const char* path, int flags), (folder, path, flags))
 WHOLE(int, rmdir, -1, REMOVE, (const char* path), (path))
 
-// Those that open a file; the mode is there if the file may be created.
+// These calls open a file; they have a mode if the file may be created.
 #define OPENS(name, parameters, ...)                                                                  \
     int name parameters {                                                                             \
         NEXT(name);                                                                                   \

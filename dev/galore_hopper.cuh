@@ -7,6 +7,16 @@
 #ifdef __CUDACC__
 #include "../kernels/hopper.cuh"
 
+// launch_next lets blocks of the next launch in the stream begin as soon as there is room. wait_for_last waits until
+// the last launch has ended and its results are visible; it must come before any access to memory (PTX ISA, Parallel
+// Synchronization: griddepcontrol).
+__device__ __forceinline__ void launch_next() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_last() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Products of more widths than the kernels that ship need.
 #define REGISTERS_72 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define OPERANDS_72(n) OPERANDS_64(n), OPERANDS_8(n + 16)

@@ -3,7 +3,7 @@
 #pragma once
 #include "timing.h"
 
-// What a variant works on. Programs that need fewer sizes leave the others 0.
+// The sizes that a variant works on. Programs that need fewer sizes leave the others 0.
 struct Shape {
     int64_t N;
     int C, OC;

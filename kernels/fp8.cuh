@@ -176,7 +176,7 @@ __host__ __device__ inline void fp8_set_scale(const Fp8& f, int slot, float amax
     f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
 }
 
-// What a step does to the slots, on both devices.
+// The three things that a step does to the slots, on both devices.
 enum Fp8Event { FP8_BEGIN, FP8_AGREE, FP8_END };
 
 // BEGIN sets the scales of a step from the history, and clears what it will find. A tensor that is stored as codes has

@@ -123,16 +123,6 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// launch_next lets blocks of the next launch in the stream begin as soon as there is room. wait_for_last waits until
-// the last launch has ended and its results are visible; it must come before any access to memory (PTX ISA, Parallel
-// Synchronization: griddepcontrol).
-__device__ __forceinline__ void launch_next() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_last() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // TMA copies (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread starts a copy. Coordinates are column, row and
 // batch of the box's first element.
 

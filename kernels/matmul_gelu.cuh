@@ -197,8 +197,9 @@ __device__ __forceinline__ void mg_look_ahead(MatmulGeluWork& w) {
     w.next = w.more ? gemm_tile(index, w.shape) : w.tile;
 }
 
-// What gemm_product does between the steps of a tile. Where the further steps of a chunk pay most was measured: forward
-// after every second chunk, the first of them before its panel is sent; backward before its slopes are taken.
+// gemm_product calls chunk between the steps of a tile. The places of a chunk's further steps were chosen by
+// measurement: forward after every second chunk, the first of them before its panel is sent; backward before its slopes
+// are taken.
 template <bool BACKWARD>
 struct MatmulGeluUser {
     using T = bf16;

@@ -327,7 +327,7 @@ __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
     }
 }
 
-// What gemm_product does between the steps of a tile. Only products of K-major operands may have c.
+// gemm_product calls chunk between the steps of a tile. Only products of K-major operands may have c.
 template <int A, int B, int WIDTH>
 struct SymmetricUser {
     using T = __half;

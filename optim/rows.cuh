@@ -39,8 +39,8 @@ constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTL
 
 enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
 
-// What a pass reads besides the gradient, what it makes, and for which rules. SUM_UPDATE also needs --clip-update,
-// SUM_WEIGHTS --adafactor-lr, and SUM_STEP --limit-growth, which serves every rule.
+// A row says what a pass reads besides the gradient, what it makes, and which rules run it. SUM_UPDATE also needs
+// --clip-update, SUM_WEIGHTS --adafactor-lr, and SUM_STEP --limit-growth, which serves every rule.
 struct SumInfo {
     unsigned rules;  // bit r: RowRule r has this pass
     bool reads_m, reads_v, has_columns;
@@ -133,7 +133,7 @@ OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n
     }
 }
 
-// Where an update finds the numbers of its tile's rows and columns.
+// An update finds the numbers of its tile's rows and columns here.
 struct RowInput {
     const float* numbers;  // those that the step reads, of all tensors of the launch
     const SpanTile* tile;

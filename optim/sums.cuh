@@ -13,7 +13,7 @@ EMBED_SOURCE
 
 constexpr int SUM_AHEAD = 8;  // rows
 
-// What a pass reads of one tensor. `whole` has the tensor's arrays.
+// A pass reads these arrays of one tensor. `whole` has the tensor's arrays.
 struct SumPass {
     const StepArguments& step;
     const SumArguments& sums;

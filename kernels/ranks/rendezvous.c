@@ -130,7 +130,7 @@ static bool admit(const Launch* launch, Peer* peers, int socket) {
         return false;
     if (hello.rank < 1 || hello.rank >= launch->world || hello.channel < 0 || hello.channel >= CHANNELS) return false;
     Peer* peer = &peers[hello.rank];
-    // Of two processes that say they are the same rank, the first is taken.
+    // If two processes say that they are the same rank, the first one counts.
     if (peer->socket[hello.channel] >= 0) return false;
     if (hello.channel > 0 && memcmp(hello.random, peer->hello.random, HMAC_BYTES) != 0) return false;
     rendezvous_prove(launch, "rank 0", &challenge, &hello, welcome.proof);

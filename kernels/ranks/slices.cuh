@@ -1,4 +1,4 @@
-// Which rank owns which part of a model: its layers in slices.
+// The plan of which rank owns which part of a model: every layer is cut into slices.
 //
 // A bucket is a layer, or, as the last one, everything outside of the layers. Its tensors follow each other in a fixed
 // order, counted in tiles. Every rank owns a slice of every bucket, so that a sum over the ranks ends at its owner and
