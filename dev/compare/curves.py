@@ -5,7 +5,8 @@ import statistics
 
 
 def tokens(row, step):
-    return step * row.any("tokens_per_step")
+    """Returns the tokens of so many steps or, in a study of `seconds`, the seconds that they take."""
+    return step * row.any("tokens_per_step") / (row.mean("tokens_per_second") if row.seconds else 1)
 
 
 def by_step(records, kind):

@@ -86,7 +86,7 @@ def panels(table):
     )
     for axes, (group, _) in zip(all_axes[:, 0], parts):
         axes.set_title(plain(group), loc="left", fontweight="bold")
-        axes.set_xlabel("tokens")
+        axes.set_xlabel("seconds of training" if table[0].seconds else "tokens")
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     return figure, list(zip(all_axes[:, 0], [rows for _, rows in parts]))
 

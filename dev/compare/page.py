@@ -46,10 +46,6 @@ def add_legend(plot, items, rows=24):
         plot.add_layout(legend, "right")
 
 
-def millions(tokens):
-    return [round(count / 1e6, 6) for count in tokens]
-
-
 def window(values):
     """Returns the range that shows four fifths of the values well, and all of five; zooming out shows the rest."""
     near = sorted(map(abs, values))
@@ -57,25 +53,29 @@ def window(values):
     return Range1d(-limit, limit)
 
 
-def curves_figure(title, y, curves, bands=(), **more):
-    """Draws [(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens."""
-    plot = new_figure(title, "tokens (millions)", y, **more)
+def curves_figure(title, y, curves, bands=(), seconds=0, **more):
+    """Draws [(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens, or over seconds."""
+
+    def scaled(x):
+        return [round(value / (1 if seconds else 1e6), 6) for value in x]
+
+    plot = new_figure(title, "seconds of training" if seconds else "tokens (millions)", y, **more)
     items = []
     for i, (label, x, low, high) in enumerate(bands):
         if i == 0:
-            items.append((label, [plot.varea(x=millions(x), y1=low, y2=high, fill_color="black", fill_alpha=0.12)]))
+            items.append((label, [plot.varea(x=scaled(x), y1=low, y2=high, fill_color="black", fill_alpha=0.12)]))
         else:  # bands over each other cannot be told apart
             look = {"color": "#777777", "line_dash": DASHES[1:][(i - 1) % 3]}
-            items.append((label, [plot.line(millions(x), low, **look), plot.line(millions(x), high, **look)]))
+            items.append((label, [plot.line(scaled(x), low, **look), plot.line(scaled(x), high, **look)]))
     for i, (label, x, values, black) in enumerate(curves):
         colour = "black" if black else COLOURS[i % len(COLOURS)]
         dash = "solid" if black else DASHES[i // len(COLOURS) % len(DASHES)]
-        source = ColumnDataSource({"x": millions(x), "y": [round(value, 5) for value in values]})
+        source = ColumnDataSource({"x": scaled(x), "y": [round(value, 5) for value in values]})
         look = {"color": colour, "line_dash": dash, "line_width": 2 if black else 1.3}
         items.append((label, [plot.line("x", "y", source=source, name=label, **look)]))
     plot.add_tools(
         HoverTool(
-            tooltips=[("", "$name"), ("million tokens", "@x{0.00}"), ("nats", "@y{0.0000}")], line_policy="nearest"
+            tooltips=[("", "$name"), ("seconds" if seconds else "million tokens", "@x{0.00}"), ("nats", "@y{0.0000}")], line_policy="nearest"
         )
     )
     add_legend(plot, items)
@@ -95,7 +95,7 @@ def group_figures(group, rows, by_name, facts):
     names.sort(key=lambda name: name != base.name)  # its band is the filled one
     bands = [(f"{name}: ± s.d.", *band(by_name[name])) for name in names if band(by_name[name])[0]]
     plot = curves_figure(
-        f"{group}: difference to the baseline", "validation loss − baseline's (nats)", differences, bands
+        f"{group}: difference to the baseline", "validation loss − baseline's (nats)", differences, bands, facts["seconds"]
     )
     ends = [abs(row.difference) for row in done if row.difference is not None] + [high[-1] for _, _, _, high in bands]
     if ends:
@@ -105,7 +105,7 @@ def group_figures(group, rows, by_name, facts):
     for kind, title in (("val", "validation loss"), ("train", "training loss")):
         rest = [(row.name, *loss_curve(row, kind), False) for row in drawn if row is not base]
         first = [(base.name, *loss_curve(base, kind), True)] if base.done else []
-        figures.append(curves_figure(f"{group}: {title}", f"{title} (nats)", rest + first, y_axis_type="log"))
+        figures.append(curves_figure(f"{group}: {title}", f"{title} (nats)", rest + first, (), facts["seconds"], y_axis_type="log"))
     return figures
 
 

@@ -58,7 +58,7 @@ def facts_of(sweep, table, stale):
         notices.append(f"{stale} records are of other options than the sweep has now and are left out.")
     for notice in notices:
         print(f"compare: notice: {notice}", file=sys.stderr)
-    return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "lines": lines + notices, "legend": LEGEND}
+    return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "seconds": sweep.seconds, "lines": lines + notices, "legend": LEGEND}
 
 
 def write(sweep, folder):

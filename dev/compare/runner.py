@@ -14,10 +14,11 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import record
@@ -25,6 +26,7 @@ from sweep import Problem
 from trainer import ROOT
 
 TELL_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+TRIAL = 120  # steps of the run that measures how many fit into a study's `seconds`
 PATIENCE = 60.0  # seconds in which a child may write its checkpoint after SIGTERM
 
 
@@ -106,6 +108,19 @@ class Runner:
 
     # One run.
 
+    def steps_in_time(self, run, folder, environment):
+        """Returns how many steps the study's `seconds` allow, by the later steps of a short run, which is made once."""
+        kept = folder / "steps.txt"
+        if not kept.is_file():
+            short = {"steps": str(TRIAL), "warmup": "0", "val-every": "1000000", "save": "none"}
+            options = {key: value for key, value in run.options.items() if key not in ("save-every", "keep")} | short
+            command = self.trainer.command(replace(run, options=options), f"--run={folder}/trial")
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=die_with_parent, **quiet)
+            took = [step["step_s"] for step in record.read_log(folder / "trial").records["train"][TRIAL // 4 :]]
+            kept.write_text(str(int(self.sweep.seconds / statistics.median(took)) if took else TRIAL))
+        return int(kept.read_text())
+
     def start(self, run, slot):
         folder = self.work / run.slug()
         key = {"options": run.options_key(), "data": self.trainer.data_key(run)}
@@ -121,6 +136,9 @@ class Runner:
             environment["CUDA_VISIBLE_DEVICES"] = slot[0]
         resumes = len(record.read_log(folder).resumes)
         more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
+        if self.sweep.seconds:
+            run.plan["steps"] = self.steps_in_time(run, folder, environment)
+            more.append(f"--steps={run.plan['steps']}")
         with (folder / "stdout.txt").open("a") as out, (folder / "stderr.txt").open("w") as err:
             process = subprocess.Popen(
                 self.trainer.command(run, *more),
@@ -177,7 +195,8 @@ class Runner:
         """Returns whether a run would end in time, judged by those that have ended."""
         tokens = run.plan["tokens_per_step"] * run.plan["steps"]
         slowest = min(self.rates or self.parts, default=None)
-        return time.monotonic() + (tokens / slowest if slowest else 0) < self.until
+        seconds = 1.2 * self.sweep.seconds or (tokens / slowest if slowest else 0)
+        return time.monotonic() + seconds < self.until
 
     def progress(self, waiting):
         """Prints one line: on a terminal over itself, elsewhere after 5 seconds and then twice a minute."""

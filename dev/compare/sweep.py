@@ -26,7 +26,7 @@ RESERVED = "run resume sample dry-run profile fit list-formats list-presets comp
 NEUTRAL = ("print-every", "save-every", "keep")
 # Where they lie may differ from machine to machine; what they hold is compared instead.
 PATHS = ("data", "val")
-STUDY_KEYS = ("title", "baseline", "picture", "keep-checkpoints", "base", "run")
+STUDY_KEYS = ("title", "baseline", "picture", "keep-checkpoints", "seconds", "base", "run")
 RUN_KEYS = ("name", "group", "baseline", "turn", "each")
 MOST_RUNS = 10000  # of one [[run]]
 SEED = re.compile(r"[0-9]{1,30}")
@@ -80,6 +80,7 @@ class Sweep:
     keep: bool  # checkpoints stay
     picture: list  # names of the configurations in presets.png, which a README can show at page width
     runs: list  # in the order in which they run
+    seconds: int = 0  # of training that a run has, whatever its speed; 0: --steps says how long it is
 
     def configurations(self):
         """Returns {name: its runs} in the order of the file."""
@@ -255,6 +256,7 @@ class Reader:
             ("title", str, "a text"),
             ("keep-checkpoints", bool, "true or false"),
             ("picture", list, "a list of at most ten names"),
+            ("seconds", int, "a whole number of seconds"),
         ):
             if not isinstance(data.get(key, kind()), kind):
                 raise Problem(f"{self.place(None, key)}: {key} is {what}")
@@ -281,7 +283,7 @@ class Reader:
         runs.sort(key=lambda run: run.turn)
         keep, picture = data.get("keep-checkpoints", False), data.get("picture", [])
         title = data.get("title", self.path.stem)
-        return Sweep(self.path, self.path.stem, title, data["baseline"], keep, picture, runs)
+        return Sweep(self.path, self.path.stem, title, data["baseline"], keep, picture, runs, data.get("seconds", 0))
 
     def check_names(self, runs):
         """A name is one configuration, with one group and baseline, a configuration has one name, and baselines are

@@ -37,6 +37,7 @@ class Row:
     seeds: int  # that the sweep wants
     own: set
     records: dict = field(repr=False)
+    seconds: int = 0  # of training that each run has, if the study says so: then curves are over these
     difference: float | None = None
     error: float | None = None
     pairs: int = 0
@@ -202,7 +203,7 @@ def rows(sweep, records):
         }
         stale += len(mine) - len(fitting)
         first = runs[0]
-        result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items()))))
+        result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items())), sweep.seconds))
     by_name = {row.name: row for row in result}
     base = by_name[sweep.baseline].losses()
     scatter = scatters(result)

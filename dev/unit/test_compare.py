@@ -326,6 +326,16 @@ def test_turns_and_products(case):
     assert "7 to run" in said and not case.out.exists() and not case.work.exists()
 
 
+def test_seconds_of_training(case):
+    text = SWEEP.replace("steps = 4\n", "").replace("[base]", "seconds = 1\n[base]").replace("= 640", "= 64")
+    case.run(text.replace("val-every = 2", "val-every = 10\nlayers = 1\nseq = 16"), "--no-report")
+    for name, record in case.records().items():
+        kept = int((case.work / name / "steps.txt").read_text())
+        assert record["steps"] == kept and "steps" not in record["options"], record["steps"]
+        seconds = kept * record["tokens_per_step"] / record["tokens_per_second"]
+        assert 0.1 < seconds < 10, seconds
+
+
 # Runs differ by nothing but the option under test.
 
 

@@ -261,7 +261,7 @@ def test_errors_of_two_baselines(case):
     loss = {(name, 1): 4.0 for name in names} | {(name, 2): 4.0 + spread[base] * math.sqrt(2) for name, base in pairs}
     records = {key: {**ended, "final_loss": 4.0} for key in ((name, 2) for name in "ab")}
     records |= {key: {**ended, "final_loss": its} for key, its in loss.items()}
-    table, _ = rows(SimpleNamespace(baseline="a", configurations=lambda: names), records)
+    table, _ = rows(SimpleNamespace(baseline="a", seconds=0, configurations=lambda: names), records)
     for row in table[2:]:
         assert math.isclose(row.error, spread[row.baseline] / math.sqrt(2)), row
         assert row.baseline == "b" or row.level_error == row.error, row
