@@ -60,6 +60,8 @@ constexpr int ATTENTION_DECODE_AHEAD = 4;  // keys of a group of threads whose l
 // Grid R, block any; HS a multiple of 8.
 template <typename X>
 __global__ void attention_append_kernel(X* cache, const X* qkv, AttentionCache at, int C, int NH) {
+    early_begin();
+    early_wait();
     const int HS = C / NH, sequence = at.sequence[blockIdx.x], position = at.position[blockIdx.x];
     for (int i = threadIdx.x * Vec<X>::size; i < 2 * C; i += blockDim.x * Vec<X>::size) {
         const int part = i / C, head = i % C / HS, d = i % HS;
@@ -75,6 +77,8 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
     constexpr int size = Vec<X>::size, LANES = HS / size, GROUPS = ATTENTION_DECODE_THREADS / LANES;
     __shared__ float outputs[GROUPS][HS], maxima[GROUPS], sums[GROUPS];
     const int head = blockIdx.x, row = blockIdx.y, group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    early_begin();
+    early_wait();
     const int keys = at.position[row] + 1;
     const X* k = cache + ((int64_t)at.sequence[row] * NH + head) * at.T * HS + lane * size;
     const X* v = k + (int64_t)at.S * at.T * C;
@@ -128,8 +132,7 @@ void attention_append(const Device* dev, X* cache, const X* qkv, const Attention
         return;
     }
 #ifdef __CUDACC__
-    attention_append_kernel<<<R, 256, 0, dev->stream>>>(cache, qkv, *at, C, NH);
-    check_launch();
+    launch_early(dev, attention_append_kernel<X>, R, 256, cache, qkv, *at, C, NH);
 #endif
 }
 
@@ -143,12 +146,7 @@ void attention_decode(const Device* dev, X* out, const X* qkv, const X* cache, c
     }
 #ifdef __CUDACC__
     const dim3 grid(NH, R);
-    if (C / NH == 64) {
-        attention_decode_kernel<X, 64><<<grid, ATTENTION_DECODE_THREADS, 0, dev->stream>>>(out, qkv, cache, *at, C, NH);
-    } else {
-        attention_decode_kernel<X, 128>
-            <<<grid, ATTENTION_DECODE_THREADS, 0, dev->stream>>>(out, qkv, cache, *at, C, NH);
-    }
-    check_launch();
+    const auto kernel = C / NH == 64 ? attention_decode_kernel<X, 64> : attention_decode_kernel<X, 128>;
+    launch_early(dev, kernel, grid, ATTENTION_DECODE_THREADS, out, qkv, cache, *at, C, NH);
 #endif
 }

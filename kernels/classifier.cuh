@@ -17,7 +17,9 @@
 // largest one that the warp has seen is near 2^15, and the second pass multiplies. An exponential then has 11 bits, 3
 // more than the gradient, down to 2^-29 of the largest, and is 0 below 2^-40 of it. In all, 10 instructions per logit.
 //
-// With --head fp8 the kernel writes the gradient as e5m2 codes (fp8_codes.cuh) instead of in place in bf16.
+// With --head fp8 the kernel writes the gradient as e5m2 codes (fp8_codes.cuh) instead of in place in bf16. They are
+// rounded at random. The noise of a row depends on its logits alone, so equal logits give equal codes, whatever the
+// step, the rank or the rows beside it.
 #pragma once
 #include <assert.h>
 
@@ -95,20 +97,22 @@ __device__ inline void classifier_row(float* maximum, float* sum, const X* row, 
     *sum = block_sum(own_sum == 0.0f ? 0.0f : own_sum * classifier_exp(own_maximum - *maximum));
 }
 
-// Eight logits' gradients to their codes, or as X to `place`, by the same rounding.
-template <typename X>
-__device__ inline void classifier_put(X* place, const Fp8Codes& codes, int64_t at, Vec<X> vec, float scale) {
+// The noise of a row, from the maximum and the sum of its exponentials.
+__device__ inline uint32_t classifier_noise(float maximum, float sum) {
+    return fp8_noise(__float_as_uint(sum) ^ fp8_noise(__float_as_uint(maximum)));
+}
+
+// The gradients d of the logits from v on of a row that begins at `at`: to their codes, or as X to `place`.
+template <typename X, int size>
+__device__ inline void classifier_put(X* place, const Fp8Codes& codes, int64_t at, int v, const float (&d)[size],
+                                      float unit, uint32_t noise) {
     if constexpr (std::is_same_v<X, bf16>) {
         if (codes.rows) {
-            float value[8];
-            Fp8Stats stats = {};
-            vec_floats(value, vec);
-            *(uint2*)(codes.rows + at) =
-                fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, &stats);
+            *(uint2*)(codes.rows + at + v) = fp8_codes_random(d, unit, noise + v);
             return;
         }
     }
-    store_vec(place, vec);
+    store_vec(place, round_vec<X>(d));
 }
 
 // Grid N (a block per row), block CLASSIFIER_THREADS; when backward, logits in place or to codes. Deterministic.
@@ -125,14 +129,16 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
     if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) - (target_logit - maximum);
     if (!backward) return;
     float scale = dloss / sum, unit = codes.rows ? *codes.scale : 1.0f;
+    const uint32_t noise = classifier_noise(maximum, sum);
     for (int v = threadIdx.x * size; v < Vp; v += CLASSIFIER_THREADS * size) {
         Vec<X> vec = load_vec(row + v);
+        float d[size];
         for (int j = 0; j < size; j++) {
-            float d = classifier_exp(to_float(vec.lane[j]) - maximum) * scale;
-            if (v + j == target) d -= dloss;
-            vec.lane[j] = from_float<X>(v + j < V ? d : 0.0f);
+            d[j] = classifier_exp(to_float(vec.lane[j]) - maximum) * scale;
+            if (v + j == target) d[j] -= dloss;
+            if (v + j >= V) d[j] = 0.0f;
         }
-        classifier_put(row + v, codes, (int64_t)blockIdx.x * Vp + v, vec, unit);
+        classifier_put(row + v, codes, (int64_t)blockIdx.x * Vp, v, d, unit, noise);
     }
 }
 
@@ -216,7 +222,8 @@ __device__ inline void classifier_take(ClassifierSum* own, bf16* row, int begin,
 // bits would leave nothing of the difference.
 template <bool whole>
 __device__ inline void classifier_give(bf16* row, int begin, int end, int V, float scale, int target,
-                                       float target_gradient, const Fp8Codes& codes, int64_t at, float unit) {
+                                       float target_gradient, const Fp8Codes& codes, int64_t at, float unit,
+                                       uint32_t noise) {
 #pragma unroll
     for (int i = 0; i < CLASSIFIER_VECS; i++) {
         int v = begin + (i * CLASSIFIER_RESIDENT_THREADS + threadIdx.x) * 8;
@@ -232,7 +239,7 @@ __device__ inline void classifier_give(bf16* row, int begin, int end, int V, flo
 #pragma unroll
             for (int j = 0; j < 8; j++) d[j] = v + j >= V ? 0.0f : v + j == target ? target_gradient : d[j];
         }
-        classifier_put(row + v, codes, at + v, round_vec<bf16>(d), unit);
+        classifier_put(row + v, codes, at, v, d, unit, noise);
     }
 }
 
@@ -330,15 +337,18 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
         }
         own = classifier_block_sum(own, parts);
         if (threadIdx.x == 0) losses[i] = classifier_loss(own, target_logit);
+        const uint32_t noise = classifier_noise(own.maximum, own.sum);
         float scale = dloss / own.sum, row_offset = classifier_offset(own.maximum);
         float target_gradient = fast_exp2(fmaf(target_logit, LOG2_OF_E, -row_offset)) * scale - dloss;
         for (int q = 0; q < chunks; q++) {
             int begin = q * CLASSIFIER_CHUNK, end = q + 1 < chunks ? begin + CLASSIFIER_CHUNK : Vp;
             float chunk_scale = scale * fast_exp2(__shfl_sync(0xffffffffu, offset, q) - row_offset);
             if (backward && begin + CLASSIFIER_CHUNK <= V) {
-                classifier_give<true>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit);
+                classifier_give<true>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit,
+                                      noise);
             } else if (backward) {
-                classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit);
+                classifier_give<false>(row, begin, end, V, chunk_scale, target, target_gradient, codes, i * Vp, unit,
+                                       noise);
             }
             fence_async();
             barrier_arrive(done + q * 8);

@@ -182,6 +182,7 @@ struct Device {
     cublasLtHandle_t cublaslt;
     int64_t context;            // bytes in use after the driver's context was made: its own and other processes'
     bool profile;               // kernels/profile.h: kernels get names
+    bool early;                 // launch_early may begin a kernel before the one before it has ended
     bool warms_up;              // memory has no values yet, so that operators may overwrite their inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
     int* ticket;                // device: the counter by which a kernel's blocks draw work; 0 between kernels
@@ -408,6 +409,38 @@ inline void device_describe(const Device* dev, bool fp32, char* line, size_t byt
 
 // Every kernel launch is followed by this call, so that launch errors (bad grid, no kernel image) show there.
 #define check_launch() check(cudaGetLastError())
+
+#ifdef __CUDACC__
+// Launches a kernel that calls early_begin first, and early_wait before it reads or writes what a kernel before it
+// writes or reads. On Hopper, with dev->early, its blocks start while the kernel before is still at work ("programmatic
+// dependent launch"): the launch costs no time of its own, and loads that need not wait are under way. The kernel
+// before must not write what is loaded so; neither may an earlier one, unless a kernel without early_begin lies
+// between.
+template <typename... Parameters, typename... Arguments>
+void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, Arguments... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(block), config.stream = dev->stream;
+    config.attrs = &early, config.numAttrs = dev->early && dev->compute >= 90;
+    check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+}
+
+// The next kernel may start, if it was launched by launch_early.
+__device__ inline void early_begin() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// Returns when the kernels before have ended and their writes can be read.
+__device__ inline void early_wait() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+#endif
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;

@@ -7,7 +7,8 @@
 // of the training forward pass.
 //
 // Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 8 L + 4
-// kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph.
+// kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph, and a kernel begins
+// to load its weights before the one before it has ended (launch_early).
 //
 // Past the context length: positions are learned, so the cache is useless once the window moves. When a window of T
 // tokens is full, its older half is dropped and the rest computed again; so a text continues with T / 2 to T tokens of
@@ -58,6 +59,7 @@ struct DecodeText {
 
 struct Decoder {
     const Device* dev;
+    Device early;  // what dev points to: the caller's, with launch_early where the weights are always there
     DecodeShape shape;
     bool fp32;    // X is float, otherwise bf16
     bool finite;  // all logits were, so far
@@ -157,7 +159,8 @@ inline void decode_keep_all(Decoder* d) {
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
-    d->dev = dev, d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls, d->finite = true;
+    d->early = *dev, d->early.early = !calls->need, d->dev = &d->early;
+    d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls, d->finite = true;
     const size_t count = (size_t)shape->L * DECODE_TENSORS + 4;
     d->tensor = (const void**)memory_take(count * sizeof(void*));
     memcpy(d->tensor, tensors, count * sizeof(void*));

@@ -3,10 +3,11 @@
 // fp8.cuh explains codes and scales.
 //
 // A kernel rounds a value to bf16 before it makes the code. So the codes equal, to the bit, those that a cast of the
-// tensor in bf16 would give.
+// tensor in bf16 would give. Only the gradient of the logits is rounded at random instead, see fp8_codes_random.
 #pragma once
 #include "common.cuh"
 #ifdef __CUDACC__
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #endif
 
@@ -62,6 +63,30 @@ __device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float la
     uint32_t pair[4];
     fp8_pairs(pair, value, scale, largest, e5m2, stats);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+// 32 bits that depend on all bits of x (the last steps of MurmurHash3).
+__device__ inline uint32_t fp8_noise(uint32_t x) {
+    x = (x ^ x >> 16) * 0x85ebca6bu;
+    x = (x ^ x >> 13) * 0xc2b2ae35u;
+    return x ^ x >> 16;
+}
+
+// Eight values to codes of e5m2, each rounded up or down at random, so that the mean of its codes is the value. Rounded
+// to nearest, a row of the logits' gradient would no longer sum to zero, and the head would learn from the difference.
+// A code is the upper byte of an fp16, to whose lower byte 8 bits of noise are added: equal `key`s give equal noise. No
+// value times scale may be beyond the largest code. NaN stays NaN.
+__device__ inline uint2 fp8_codes_random(const float (&value)[8], float scale, uint32_t key) {
+    uint32_t noise = 0, half[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (j % 2 == 0) noise = fp8_noise(key + j * 0x9e3779b9u);
+        const __half2 pair = __floats2half2_rn(value[2 * j] * scale, value[2 * j + 1] * scale);
+        const uint32_t bits = *(const uint32_t*)&pair, magnitude = bits & 0x7fff7fffu;
+        const uint32_t added = (j % 2 == 0 ? noise : noise >> 8) & 0x00ff00ffu;
+        half[j] = __viaddmin_u16x2(magnitude, added, 0x7fff7fffu) | (bits & 0x80008000u);
+    }
+    return make_uint2(__byte_perm(half[0], half[1], 0x7531), __byte_perm(half[2], half[3], 0x7531));
 }
 
 // Updates the tensor's counters with those of a thread or a warp; most have nothing to add. Bits of floats that are not

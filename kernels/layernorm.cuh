@@ -167,6 +167,8 @@ __global__ void __launch_bounds__(256, VECS <= 4   ? 5
                              const X* weight, const X* bias, int64_t N, int C, Fp8Codes codes) {
     constexpr int size = Vec<X>::size;
     int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+    early_begin();
+    early_wait();
     if (!CODES && row >= N) return;
     const float scale = CODES ? *codes.scale : 1.0f;
     Fp8Stats stats = {};
@@ -216,6 +218,8 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     constexpr int size = Vec<X>::size;
     int64_t row = blockIdx.x, base = row * C;
     int begin = threadIdx.x * size, step = blockDim.x * size;
+    early_begin();
+    early_wait();
     const float scale = CODES ? *codes.scale : 1.0f;
     Fp8Stats stats = {};
     float sum = 0.0f, square = 0.0f;
@@ -479,13 +483,12 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
                       : lane_vecs == 5 ? layernorm_forward_kernel<X, 5, CODES>
                       : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7, CODES>
                                        : layernorm_forward_kernel<X, 8, CODES>;
-        kernel<<<(unsigned)ceil_div(N, 8), 256, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias,
-                                                                  N, C, codes);
+        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, residual, out, mean, rstd, inp1, inp2, weight, bias, N,
+                     C, codes);
     } else {
-        layernorm_forward_long_kernel<X, CODES>
-            <<<N, 512, 0, dev->stream>>>(residual, out, mean, rstd, inp1, inp2, weight, bias, C, codes);
+        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, residual, out, mean, rstd, inp1,
+                     inp2, weight, bias, C, codes);
     }
-    check_launch();
 }
 
 #endif

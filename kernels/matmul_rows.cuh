@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
         return there ? *reinterpret_cast<const uint4*>(from + (int64_t)row * C + k) : make_uint4(0, 0, 0, 0);
     };
     float sum[BANDS][TILES][4] = {};
+    early_begin();
     for (int begin = warp * MATMUL_ROWS_DEPTH; begin < C; begin += AHEAD * step) {
         uint4 w[AHEAD][BANDS][2], x[AHEAD][TILES];
 #pragma unroll
@@ -143,6 +144,11 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
             const int k = begin + i * step;
 #pragma unroll
             for (int b = 0; b < 2 * BANDS; b++) w[i][b / 2][b % 2] = load(outputs, 8 * b, k, k < C);
+        }
+        early_wait();  // the weights need not wait for the kernel that makes inp
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int k = begin + i * step;
 #pragma unroll
             for (int n = 0; n < TILES; n++) x[i][n] = load(rows, 8 * n, k, k < C && first + 8 * n + g < N);
         }
@@ -162,6 +168,7 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
             }
         }
     }
+    early_wait();
 #pragma unroll
     for (int b = 0; b < BANDS; b++) {
         if (b > 0) __syncthreads();  // the sums of the band before have been read
@@ -203,9 +210,8 @@ template <typename D, int TILES, int BANDS, int AHEAD>
 void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
                         int N, int C, int OC) {
     dim3 grid(OC / (16 * BANDS), (unsigned)ceil_div(N, 8 * TILES));
-    matmul_rows_kernel<D, TILES, BANDS, AHEAD>
-        <<<grid, 32 * MATMUL_ROWS_WARPS, 0, dev->stream>>>(out, inp, weight, bias, gelu, N, C, OC);
-    check_launch();
+    launch_early(dev, matmul_rows_kernel<D, TILES, BANDS, AHEAD>, grid, 32 * MATMUL_ROWS_WARPS, out, inp, weight, bias,
+                 gelu, N, C, OC);
 }
 
 // Chooses a variant. The speed of one row depends on the loads in flight. Up to 64 rows are read, through the L2 cache,
