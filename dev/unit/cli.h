@@ -363,26 +363,16 @@ inline void rewrite_state(const char* folder, const char* from, const char* to) 
     write_text(folder, "state.json", formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
 }
 
-// Copies the checkpoint `from` to WORK/NAME, with `find` in its config.json replaced, and the first `share` of its
-// weights.
-inline void make_model(const char* work, const char* name, const char* from, const char* find, const char* replace,
-                       double share) {
-    int64_t bytes;
-    const char *folder = joined(work, name), *config = contents(from, "config.json", &bytes);
-    if (!strstr(config, find)) abort();
-    mkdir(folder, 0755);
-    write_text(folder, "config.json", replaced(config, find, replace));
-    const char* weights = contents(from, "model.safetensors", &bytes);
-    if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
-}
-
 // Copies a checkpoint in bf16 to WORK/bad, and makes its last weight the largest bf16.
 inline void make_overflowing_model(const char* work, const char* from) {
     int64_t bytes;
-    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
-    char* weights = contents(work, "bad/model.safetensors", &bytes);
+    const char* folder = joined(work, "bad");
+    mkdir(folder, 0755);
+    const char* config = contents(from, "config.json", &bytes);
+    write_bytes(folder, "config.json", config, (size_t)bytes);
+    char* weights = contents(from, "model.safetensors", &bytes);
     memcpy(weights + bytes - 2, "\x7f\x7f", 2);
-    write_bytes(work, "bad/model.safetensors", weights, (size_t)bytes);
+    write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
 }
 
 // Expects that a child ended with exit code 2 and one sentence on stderr, which holds both needles.

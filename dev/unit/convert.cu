@@ -1,6 +1,6 @@
 // Tests of optim_load: what a checkpoint stores in one format comes into an optimizer of another as that format's
 // nearest store has it, what is stored alike comes back to the bit wherever it lies, and what cannot be is refused.
-// Checkpoints are optimizers in host memory here; cli.cu has those of files.
+// Checkpoints are optimizers in host memory here; commands.txt has those of files.
 #include "steps.h"
 
 constexpr int TENSORS = 4;
