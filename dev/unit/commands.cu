@@ -8,6 +8,8 @@
 //     + PIECE, - PIECE    what the command above said has, or lacks, this text. " :: PIECE" behind a line is one more
 //     with ARGUMENTS
 //     shard PATH TOKENS LAST, state FOLDER OLD => NEW    write_shard and rewrite_state of cli.h
+//     tokens, evals       a prepared folder `data` with the small tokenizer of cli.h, and a run of a step; files of
+//     --eval
 //
 // "case NAME both" makes two cases, NAME on the CPU and NAME_gpu, which sees the GPU.
 #include <ctype.h>
@@ -153,6 +155,13 @@ static void expect_refusal(Test* test, Typed* now, const char* arguments, bool i
     if (is_followed) follow_all(test, now, all);
 }
 
+void write_evaluations(const char* folder);  // of evaluation.cu
+
+static void write_shard_of(const char* work, const char* path, int tokens, int last) {
+    if (strchr(path, '/') && !folder_make(joined(work, path_parent(path)), error)) user_error("%s", error);
+    write_shard(work, path, tokens, last);
+}
+
 static void run_line(Test* test, Typed* now, char* line) {
     char path[256], *rest = strchr(line, ' ') ? strchr(line, ' ') + 1 : line + strlen(line);
     int numbers[2];
@@ -161,8 +170,14 @@ static void run_line(Test* test, Typed* now, char* line) {
     if (strncmp(line, "with", 4) == 0) {
         now->with = strdup(rest);
     } else if (sscanf(line, "shard %255s %d %d", path, &numbers[0], &numbers[1]) == 3) {
-        if (strchr(path, '/')) expect(folder_make(joined(now->work, path_parent(path)), error), "%s", error);
-        write_shard(now->work, path, numbers[0], numbers[1]);
+        write_shard_of(now->work, path, numbers[0], numbers[1]);
+    } else if (strcmp(line, "evals") == 0) {
+        write_evaluations(now->work);
+    } else if (strcmp(line, "tokens") == 0) {
+        write_shard_of(now->work, "data/train_000.bin", 4000, 7), write_shard_of(now->work, "data/val_000.bin", 400, 7);
+        write_text(now->work, "data/meta.json", "{\"vocabulary\": 259}");
+        write_tokenizer(joined(now->work, "data"));
+        run_line(test, now, strdup("$ train $SHAPE $QUICK --data data --run used --steps 1"));
     } else if (sscanf(line, "state %255s", path) == 1) {
         char *from = rest + strlen(path) + 1, *to = strstr(from, " => ");
         *to = 0;

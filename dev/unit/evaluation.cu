@@ -109,6 +109,18 @@ FOLDER_TEST(evaluation_file) {
            error);
 }
 
+}  // namespace
+
+// commands.txt uses these files.
+void write_evaluations(const char* folder) {
+    File four = file_make(0, FOUR), words = file_make(1, WORDS), other = four;
+    other.header[4] = 50257;
+    write_sealed(&four, &four, folder, "four.eval"), write_sealed(&words, &words, folder, "words.eval");
+    write_sealed(&other, &other, folder, "gpt2.eval");
+}
+
+namespace {
+
 Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)[2]) {
     const char* work = work_folder();
     Tokenizer* bytes = tokenizer_open(nullptr, error);
@@ -275,107 +287,6 @@ OPERATOR_TEST(evaluation_scores_gpu) {
     matmul_forward_cpu(want, nullptr, inp.host, wte.host, nullptr, R, C, Vp);
     check_output(test, &worst, "logits", &logits, nullptr, want, product_bound(C, 1),
                  [&] { score_logits<bf16>(&dev, logits.device, inp.device, wte.device, R, C, Vp); });
-}
-
-#define EVALUATED "--layers 2 --channels 64 --heads 1 --seq 16 --device cpu"
-
-// The scores are the same alone, in a run, on several ranks and with sharded weights; --eval-out writes each.
-FOLDER_TEST(evaluation_command) {
-    File file = file_make(0, FOUR), words = file_make(1, WORDS);
-    write_sealed(&file, &file, work, "four.eval"), write_sealed(&words, &words, work, "words.eval");
-    const char* run = joined(work, "run");
-    train_well(EVALUATED
-               " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
-               "%s/four.eval,%s/words.eval --eval-every 12 --eval-out %s/0.jsonl",
-               work, run, work, work, work);
-    const char* log = contents(run, "log.jsonl");
-    int lines = 0;
-    for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")) != nullptr; at++) lines++;
-    expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
-           "%d lines of evaluations in %s", lines, log);
-    // A file that --eval-out may not write is refused before anything is computed, and left as it was.
-    const char *victim = joined(work, "victim"), *link = joined(work, "link"), *pipe = joined(work, "pipe");
-    write_text(work, "victim", "kept");
-    expect(symlink(victim, link) == 0 && mkfifo(pipe, 0600) == 0, "%s", strerror(errno));
-    const char* const outs[][2] = {{link, "is a link, which is not followed"},
-                                   {pipe, "is a pipe or a device"},
-                                   {work, "is a folder"},
-                                   {joined(work, "four.eval"), "holds something else already"},
-                                   {joined(work, "none/x"), "No such file or directory"}};
-    for (const auto& to : outs) {
-        for (const char* how :
-             {"--model", formatted("--steps 1 --eval-every 1 --run none --data %s/text.txt --model", work)})
-            refused(to[1], to[1], "name a file that", "--device cpu %s %s --eval %s/four.eval --eval-out %s", how, run,
-                    work, to[0]);
-        expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
-    }
-    expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");
-    // A run that names its files from where it began finds them again from elsewhere.
-    Child here = new_child(false, work), there = new_child(false, run);
-    train_as(&here,
-             "--model run --batch 2 --data text.txt --run b --steps 1 --val-every 0 --sample-every 0 --device "
-             "cpu --eval four.eval --eval-every 1 --eval-out b.jsonl");
-    const char* before = contents(work, "b.jsonl");
-    refused("--eval", "four.eval is not in its run", "four.eval --eval-every 1 again, or",
-            "--resume %s/b --steps 2 --device cpu", work);
-    train_as(&there, "--resume ../b/ --steps 2 --device cpu --eval ../four.eval --eval-every 1");
-    expect(strstr(OUT(there), "resume   ../b/step_00000001") && strstr(OUT(there), "eval      2  four") &&
-               strstr(OUT(there), "--eval-out none (was "),
-           "%s", OUT(there));
-    expect(!exists(run, "b.jsonl") && strcmp(before, contents(work, "b.jsonl")) == 0, "scores without --eval-out");
-    run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
-             work);
-    expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
-               strstr(OUT(alone), "eval     words  acc 0.") && strstr(OUT(alone), "perplexity"),
-           "%s", OUT(alone));
-    setenv("NIBBLE_STAND_IN", "1", 1);
-    train_well("--eval %s/four.eval,%s/words.eval --model %s --device cpu --gpus 2 --eval-out %s/2.jsonl", work, work,
-               run, work);
-    for (const char* shard : {"none", "weights"}) {
-        train_well(
-            "--device cpu --gpus 2 --shard %s --seq 16 --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt "
-            "--run %s/%s --steps 1 --model %s --eval %s/four.eval --eval-every 1 --lr 0.001 --eval-out %s/%s.jsonl",
-            shard, work, work, shard, run, work, work, shard);
-    }
-    unsetenv("NIBBLE_STAND_IN");
-    const char* scores = contents(work, "0.jsonl");
-    expect(scores && strlen(scores) > 100, "no scores");
-    expect_equal_files(test, work, work, "0.jsonl", "1.jsonl");  // in a run, and alone
-    expect_equal_files(test, work, work, "0.jsonl", "2.jsonl");  // on one rank, and on two
-    expect_equal_files(test, work, work, "none.jsonl", "weights.jsonl");
-}
-
-FOLDER_TEST(evaluation_bad_input) {
-    File file = file_make(0, FOUR), other = file_make(0, FOUR);
-    other.header[4] = 50257;
-    write_sealed(&file, &file, work, "four.eval"), write_sealed(&other, &other, work, "gpt2.eval");
-    write_sealed(&file, &file, work, "cut.eval", 4);
-    write_text(work, "text.eval", "Who knows?\n");
-    train_well(EVALUATED " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s/run --steps 1", work,
-               work);
-    const char* const cases[][3] = {{"gpt2.eval", "another vocabulary", "--tokenizer bytes"},
-                                    {"cut.eval", "damaged", "data/prepare.py"},
-                                    {"text.eval", "no evaluation file", "data/prepare.py"},
-                                    {"nowhere.eval", "nowhere.eval", ""}};
-    for (const auto& c : cases) {
-        refused(c[0], c[1], c[2], "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
-        refused(c[0], c[1], c[2],
-                EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1", work,
-                work, work, c[0]);
-        expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
-        remove_tree(joined(work, "new"));
-    }
-    const char* tokens = joined(work, "tokens");
-    mkdir(tokens, 0755);
-    write_tokenizer(tokens), write_text(tokens, "meta.json", "{\"vocabulary\": 260}");
-    for (const char* name : {"train_0.bin", "val_0.bin"}) write_shard(tokens, name, 500, 1);
-    refused("a file for bytes", "another vocabulary", "--tokenizer DIR",
-            EVALUATED " --batch 2 --data %s --run %s/new --steps 1 --eval %s/four.eval --eval-every 1", tokens, work,
-            work);
-    expect(!exists(work, "new"), "a run folder was made before the evaluation was refused");
-    refused("a task without a file", "data/eval/256-794ecc1a/nothing.eval", "data/prepare.py --eval nothing",
-            "--eval nothing --model %s/run --device cpu", work);
-    refused("no model", "--model", "", "--eval four --device cpu%s", "");
 }
 
 }  // namespace
