@@ -63,7 +63,8 @@ static OptimConfig optim_config_of(const Options* o) {
     c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
-    c.momentum = (float)o->momentum, c.nesterov = strcmp(o->nesterov, "on") == 0;
+    c.momentum = (float)o->momentum, c.momentum_warmup = o->momentum_warmup,
+    c.nesterov = strcmp(o->nesterov, "on") == 0;
     c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
     c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
     c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;

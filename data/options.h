@@ -7,7 +7,7 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-enum { OPTION_COUNT = 88 };
+enum { OPTION_COUNT = 89 };
 #define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it
 
 // The values, by type. The rows of OPTIONS say what each means.
@@ -17,8 +17,8 @@ typedef struct {
         *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
         *resume, *device, *save, *sample, *completion;
     long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
-        kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
-        eval_every, print_every, save_every, keep, seed, memory, fit;
+        momentum_warmup, kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every,
+        sample_tokens, samples, top_k, eval_every, print_every, save_every, keep, seed, memory, fit;
     double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
         limit_growth, clip, final_lr, decay_fraction, temperature;
     bool profile, dry_run, list_formats, list_presets, version, help;

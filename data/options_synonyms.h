@@ -59,7 +59,7 @@ static const struct {
     {"final-lr", "schedule", "cosine|linear|wsd"},
     {"alpha ramp", "rule", "ademamix"},
     {"beta3", "rule", "ademamix|came"},
-    {"momentum nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
+    {"momentum momentum-warmup nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
     {"ns-steps ns-coefficients", "rule", "muon|normuon"},
     {"rank", "rule", "galore|fira|apollo"},
     {"rank-gap rank-scale", "rule", "galore|fira|apollo|apollo-mini"},

@@ -48,9 +48,10 @@ OPTIM_INLINE double exponential(double y) {
 // The numbers from which the constants of any step are computed.
 struct HyperSource {
     float beta1, beta2, beta3, alpha, eps, lr_max;
-    int64_t ramp;
+    int64_t ramp, momentum_warmup;
     Settings settings;
-    bool independent, adafactor;
+    bool independent, falls, cautious;  // --decay-mode
+    bool adafactor;
     bool keeps_m;   // false: adafactor without m
     bool nesterov;  // the direction is g + beta1 (m - g); false: it is m
 };
@@ -59,9 +60,19 @@ inline HyperSource hyper_source(const OptimConfig* config, const Settings* setti
     const RuleRow* rule = rule_of(config);
     const bool adafactor = rule && rule->rows == ROWS_ADAFACTOR,
                keeps_m = !adafactor || strcmp(config->m, none_row()->name) != 0,
-               independent = strcmp(config->decay_mode, "independent") == 0;
-    return {config->beta1, config->beta2, config->beta3, config->alpha, config->eps, config->lr_max,
-            config->ramp,  *settings,     independent,   adafactor,     keeps_m,     config->nesterov};
+               independent = strcmp(config->decay_mode, "independent") == 0,
+               cautious = strcmp(config->decay_mode, "cautious") == 0,
+               falls = cautious || strcmp(config->decay_mode, "falling") == 0;
+    return {config->beta1, config->beta2,  config->beta3,   config->alpha,
+            config->eps,   config->lr_max, config->ramp,    config->momentum_warmup,
+            *settings,     independent,    falls,           cautious,
+            adafactor,     keeps_m,        config->nesterov};
+}
+
+// Returns beta1 of a step. In a warm-up it rises linearly from 0.85.
+OPTIM_INLINE double beta1_at(const HyperSource& from, int64_t step) {
+    const double end = from.beta1, begin = end < 0.85 ? end : 0.85;
+    return step < from.momentum_warmup ? begin + (end - begin) * ((double)step / (double)from.momentum_warmup) : end;
 }
 
 // Applies AdEMAMix's schedulers up to step `ramp`: alpha rises linearly from 0, and beta3 rises from beta1 so that 1 /
@@ -95,18 +106,21 @@ OPTIM_INLINE double adafactor_one_minus_beta2(int64_t step) {
 
 // Returns the constants of step number `step` (from 1) for the learning rate `rate`.
 OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {
-    double beta1 = from.beta1, beta2 = from.beta2, beta3, alpha;
+    double beta1 = beta1_at(from, step), beta2 = from.beta2, beta3, alpha;
     double bias1 = 1.0 - power(beta1, step), lr = rate * from.settings.lr;
-    double decay_rate = from.independent ? rate / (double)from.lr_max : lr;
+    double decay_rate = from.independent ? rate / (double)from.lr_max
+                        : from.falls     ? lr * (rate / (double)from.lr_max)
+                                         : lr;
     ramp_create(from, step, &beta3, &alpha);
     Hyper hyper;
     hyper.lr = (float)lr;
     hyper.keep = (float)(1.0 - decay_rate * from.settings.decay);
+    hyper.keep_away = from.cautious ? 1.0f : hyper.keep;
     hyper.decay = (float)from.settings.decay;
     hyper.step_size = (float)(lr / bias1);
-    hyper.beta1 = from.beta1;
+    hyper.beta1 = (float)beta1;
     hyper.one_minus_beta1 = (float)(1.0 - beta1);
-    hyper.nesterov_beta = from.nesterov ? from.beta1 : 1.0f;
+    hyper.nesterov_beta = from.nesterov ? hyper.beta1 : 1.0f;
     hyper.beta2 = from.beta2;
     hyper.one_minus_beta2 = one_minus_beta2_at(beta2, step);
     hyper.root2 = (float)bias_root(beta2, step);

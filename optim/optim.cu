@@ -414,8 +414,8 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     if (config->made) *config->made = optim;
     optim->dev = dev;
     optim->config = *config;
-    if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
-        user_error("--decay-mode independent divides by the largest learning rate; give %s a value above 0",
+    if (strcmp(config->decay_mode, "coupled") != 0 && !(config->lr_max > 0.0f)) {
+        user_error("--decay-mode %s divides by the largest learning rate; give %s a value above 0", config->decay_mode,
                    config->placed ? "lr_max" : "--lr");
     }
     optim_make(optim, tensors, count, compute);

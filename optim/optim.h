@@ -40,21 +40,24 @@ struct OptimConfig {
     const char* v;        // as m; "none" if the rule keeps no second moment
     float beta1, beta2, eps, weight_decay;
     uint64_t seed;
-    const char* decay_mode = "coupled";     // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max
-    float lr_max = 0.0f;                    // the largest learning rate of the schedule; needed by "independent"
-    float beta3 = 0.9999f;                  // ademamix: decay of the slow average; came: of the confidence
-    float alpha = 5.0f;                     // ademamix: weight of the slow average
-    int64_t ramp = 0;                       // steps over which both rise to these values; 0: they have them at once
-    const char* overrides = "";             // rule, formats, learning rate or decay by tensor name (override.h); "" =
-                                            // the preset's if weights, m and v are too; "none" = no overrides
+    const char* decay_mode = "coupled";  // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max; "falling":
+                                         // p *= 1 - lr * wd * lr / lr_max; "cautious" (of rules that read matrices):
+                                         // the same, but of weights that the update moves towards 0 alone
+    float lr_max = 0.0f;                 // the largest learning rate of the schedule; all modes but "coupled" need it
+    float beta3 = 0.9999f;               // ademamix: decay of the slow average; came: of the confidence
+    float alpha = 5.0f;                  // ademamix: weight of the slow average
+    int64_t ramp = 0;                    // steps over which both rise to these values; 0: they have them at once
+    const char* overrides = "";          // rule, formats, learning rate or decay by tensor name (override.h); "" =
+                                         // the preset's if weights, m and v are too; "none" = no overrides
     const struct SliceRun* runs = nullptr;  // (run_count) what is kept of the arena, in its order (slices.cuh), at most
     int run_count = 0;                      // one run of a tensor; null: all. It must outlive the optimizer
     bool stored = false;                    // describes a checkpoint: overrides "" = none, and :ef is not checked
-    bool keeps_copy = true;  // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
-                             // stored; false: the caller decodes them a part at a time (model/)
-    float momentum = 0.95f;  // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
-    bool nesterov = true;    // their direction is g + momentum (m - g); false: it is m
-    int64_t ns_steps = 5;    // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
+    bool keeps_copy = true;       // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
+                                  // stored; false: the caller decodes them a part at a time (model/)
+    float momentum = 0.95f;       // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
+    int64_t momentum_warmup = 0;  // steps in which it rises to that from 0.85
+    bool nesterov = true;         // their direction is g + momentum (m - g); false: it is m
+    int64_t ns_steps = 5;         // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     int64_t rank = 0;                // galore, fira, apollo: the rank; 0: a quarter of the shorter side
     int64_t rank_gap = 200;          // steps after which they take new directions

@@ -145,6 +145,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
         OptimConfig* own_config = &plan->launch[i].config;
         const bool own = plan->launch[i].rows.rule->has_momentum;
         if (own) own_config->beta1 = config->momentum;
+        if (!own) own_config->momentum_warmup = 0;
         own_config->nesterov = config->nesterov || !own;
     }
     return plan;

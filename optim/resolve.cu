@@ -119,16 +119,19 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
 }
 
 static bool resolve_decay_mode(const OptimConfig* config, char* error) {
-    bool independent = strcmp(config->decay_mode, "independent") == 0;
-    if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
-        return data_error(error, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
+    const RuleRow* rule = rule_of(config);
+    const char* mode = config->decay_mode;
+    if (!text_among(mode, "coupled|independent|falling|cautious", '|')) {
+        return data_error(error, "--decay-mode: \"%s\" is not known; type coupled, independent, falling or cautious",
+                          mode);
     }
-    if (independent && !rule_of(config)->decoupled) {
-        return data_error(
-            error, "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
-            config->rule);
+    if (strcmp(mode, "coupled") != 0 && !rule->decoupled) {
+        return data_error(error, "--decay-mode: \"%s\" was found, but %s adds the decay to the gradient; type coupled",
+                          mode, config->rule);
     }
-    return true;
+    return strcmp(mode, "cautious") != 0 || rule->matrix ||
+           data_error(error, "--decay-mode: \"cautious\" is for rules that read matrices, and %s is none; type falling",
+                      config->rule);
 }
 
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
@@ -153,11 +156,11 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
         return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out",
                           launch->v, rule->name);
     }
-    if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
+    if (!rule->decoupled && strcmp(run->decay_mode, "coupled") != 0) {
         return data_error(error,
                           "--override: \"rule=%s\" was found, but it adds the decay to the gradient, which excludes "
-                          "--decay-mode independent; type --decay-mode coupled",
-                          rule->name);
+                          "--decay-mode %s; type --decay-mode coupled",
+                          rule->name, run->decay_mode);
     }
     return true;
 }

@@ -71,14 +71,19 @@ static double reference_steps(const OptimConfig* config, int t, int part, Dense*
     p->rows = u.rows = m.rows = rows, p->cols = u.cols = m.cols = cols;
     for (int i = 0; i < n; i++) p->x[i] = run_start(t, part * n + i), m.x[i] = 0.0;
     for (int step = 1; step <= STEPS; step++) {
-        const double mu = config->momentum, look = config->nesterov ? mu : 1.0, lr = LR;
+        const double end = config->momentum, risen = (double)step / (double)config->momentum_warmup, lr = LR;
+        const double mu = step < config->momentum_warmup ? 0.85 + (end - 0.85) * risen : end;
+        const double look = config->nesterov ? mu : 1.0;
         for (int i = 0; i < n; i++) {
             const double g = 0.5 * (double)matrix_gradient(step, t, part * n + i);
             m.x[i] = mu * m.x[i] + (1.0 - mu) * g;
             u.x[i] = (1.0 - look) * g + look * m.x[i];
         }
         const double error = frobenius(&u) > 0.0 ? reference_update(config, &u, v, v_error, unit, rounds) : 0.0;
-        for (int i = 0; i < n; i++) p->x[i] = p->x[i] * (1.0 - lr * (double)config->weight_decay) - lr * u.x[i];
+        const bool cautious = is(config->decay_mode, "cautious");
+        const double lost = lr * (double)config->weight_decay * (cautious ? lr / (double)config->lr_max : 1.0);
+        for (int i = 0; i < n; i++)
+            p->x[i] = p->x[i] * (cautious && u.x[i] * p->x[i] < 0.0 ? 1.0 : 1.0 - lost) - lr * u.x[i];
         bound += lr * error + 4.0 * ldexp(1.0, -24) * frobenius(p);
     }
     return bound;
@@ -121,6 +126,9 @@ JIT_BOTH(matrix_against_double) {
             config.ns_coefficients = coefficients;
             check_against_double(test, &config, gpu);
             if (is(coefficients, "jordan")) config.nesterov = false, check_against_double(test, &config, gpu);
+            config.nesterov = true, config.momentum_warmup = 4, config.decay_mode = "cautious";
+            config.lr_max = 2.0f * LR, config.weight_decay = 1.0f;
+            if (is(coefficients, "jordan")) check_against_double(test, &config, gpu);
         }
     }
 }

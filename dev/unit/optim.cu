@@ -264,7 +264,7 @@ TEST(optim_refusals) {
         {"adamw", WITH(c->alpha = -1.0f), "--alpha: -1", "from 0"},
         {"adamw", WITH(c->eps = 0.0f), "--eps: 0", "above 0"},
         {"adamw", WITH(c->weight_decay = -0.1f), "--weight-decay: -0.1", "from 0"},
-        {"adamw", WITH(c->decay_mode = "both"), "--decay-mode: \"both\"", "coupled or independent"},
+        {"adamw", WITH(c->decay_mode = "both"), "--decay-mode: \"both\"", "coupled, independent, falling or cautious"},
         {"adam", WITH(c->decay_mode = "independent"), "--decay-mode: \"independent\"", "adam adds"},
         {"adamw", WITH(c->limit_growth = 0.5f), "--limit-growth: 0.5", "0 or a number from 1 on"},
         {"muon", WITH(c->limit_growth = 1.01f), "--limit-growth: muon", "--rule adamw"},

@@ -21,7 +21,8 @@ EMBED_SOURCE
 
 struct Hyper {
     float lr;         // the step's learning rate
-    float keep;       // 1 - lr * weight decay, or 1 - weight decay * lr / largest lr; 1 without decay
+    float keep;       // 1 - lr * weight decay, say, by the decay mode; 1 without decay
+    float keep_away;  // that of weights that an update moves away from 0: 1 if the decay is cautious
     float decay;      // weight decay, for rules that add it to the gradient; 0 without
     float step_size;  // lr / (1 - beta1^step)
     float beta1, one_minus_beta1;

@@ -5,7 +5,7 @@
 //     u = g + momentum * (m - g)                           --nesterov off: u = m
 // beta1 and one_minus_beta1 of these rules come from --momentum. The step after the products applies an update U, which
 // it reads as an fp32 gradient:
-//     p = p * (1 - lr * wd) - lr * U
+//     p = p * (1 - lr * wd) - lr * U                       --decay-mode cautious: without decay where U p < 0
 #pragma once
 #include "hyper.cuh"
 
@@ -30,6 +30,7 @@ struct NorMuon : Muon {
 // The second step of every rule that reads matrices. It is not in the table of rules.
 struct MatrixApply : RuleDefaults {
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float*, float*, float*) {
-        *p = exact_fma(-hyper.lr, g, exact_mul(hyper.keep, *p));
+        const float keep = exact_mul(g, *p) < 0.0f ? hyper.keep_away : hyper.keep;
+        *p = exact_fma(-hyper.lr, g, exact_mul(keep, *p));
     }
 };
