@@ -95,7 +95,7 @@ struct Config {
 
 enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
-// Arena order, as in data/model_folder.h: wte, wpe, the blocks (as BlockParameters has them), ln_f.weight, ln_f.bias.
+// Arena order, as in data/model_folder.h: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
@@ -132,13 +132,13 @@ static int ranks_of(const Model* m) {
 }
 
 // The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
-enum Linear { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_LINEARS };
-static int fp8_slot(int l, Linear linear) {
-    return (l * BLOCK_LINEARS + linear) * FP8_SLOTS;
+enum Matrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
+static int fp8_slot(int l, int matrix) {
+    return (l * BLOCK_MATRICES + matrix) * FP8_SLOTS;
 }
-static int weight_tensor(int l, Linear linear) {
-    constexpr int at[BLOCK_LINEARS] = {2, 4, 8, 10};  // among BlockParameters
-    return FIRST_BLOCK + l * BLOCK_TENSORS + at[linear];
+static int weight_tensor(int l, int matrix) {
+    constexpr int at[BLOCK_MATRICES] = {2, 4, 8, 10};  // among a block's tensors; the biases follow
+    return FIRST_BLOCK + l * BLOCK_TENSORS + at[matrix];
 }
 
 static void config_tensors(Model* model) {
@@ -153,93 +153,49 @@ static void config_tensors(Model* model) {
         a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
     }
-    for (int i = 0; i < c->L * BLOCK_LINEARS && model->uses_fp8; i++) {
-        a->slot[weight_tensor(i / BLOCK_LINEARS, (Linear)(i % BLOCK_LINEARS))] = i * FP8_SLOTS + FP8_WEIGHT;
+    for (int i = 0; i < c->L * BLOCK_MATRICES && model->uses_fp8; i++) {
+        a->slot[weight_tensor(i / BLOCK_MATRICES, i % BLOCK_MATRICES)] = i * FP8_SLOTS + FP8_WEIGHT;
     }
     a->elements = optim_layout(a->tensors, a->count);
 }
 
-// The model's tensors as the passes reach them: weights (T = X, M = Operand<X>) or gradients (T = G, M = G*). They are
-// valid once arena_need says so.
-template <typename T, typename M>
-struct BlockParameters {
-    T *ln1w, *ln1b;  // (C)
-    M qkvw;          // (3C, C)
-    T* qkvb;         // (3C)
-    M attprojw;      // (C, C)
-    T* attprojb;     // (C)
-    T *ln2w, *ln2b;  // (C)
-    M fcw;           // (4C, C)
-    T* fcb;          // (4C)
-    M fcprojw;       // (C, 4C)
-    T* fcprojb;      // (C)
+// What the passes of a micro-batch work with. Weights are valid once arena_need says so.
+
+template <typename X, typename G>
+struct Norm {
+    X *weight, *bias;    // (C)
+    G *dweight, *dbias;  // (C)
+    float *mean, *rstd;  // (N)
 };
 
-// The last layernorm is the first one of a block L that has nothing else.
-template <typename T, typename M>
-struct Parameters {
-    T* wte;  // (Vp, C)
-    T* wpe;  // (max_T, C)
-    BlockParameters<T, M> block[MAX_LAYERS + 1];
+// A block: its parameters, their gradients, and the results that the forward pass keeps for the backward pass. The
+// input of a linear layer is the output of what comes before it. The last layernorm is the first one of a block L that
+// has nothing else.
+template <typename X, typename G>
+struct Block {
+    Norm<X, G> ln1, ln2;
+    Linear<X, G> qkv, attproj, fc, fcproj;
+    X* qkv_out;    // (N, 3C)
+    float* lse;    // (B, NH, T)
+    X* residual2;  // (N, C) residual stream after attention
+    X* pre_gelu;   // (N, 4C)
 };
 
-template <typename X>
-using Weights = Parameters<X, Operand<X>>;
-template <typename G>
-using Gradients = Parameters<G, G*>;
-
-// `memory` is model->arena.weights or .grads. matrix(l, linear, pointer) makes an M.
-template <typename T, typename M, typename Make>
-static void parameters_in(const Model* model, void* memory, Parameters<T, M>* p, Make matrix) {
-    const auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
-    p->wte = at(WTE), p->wpe = at(WPE);
-    for (int l = 0; l < model->config.L; l++) {
-        const int t = FIRST_BLOCK + l * BLOCK_TENSORS;
-        const auto make = [&](Linear linear) { return matrix(l, linear, at(weight_tensor(l, linear))); };
-        p->block[l] = {at(t),     at(t + 1), make(QKV), at(t + 3), make(ATTENTION_PROJECTION), at(t + 5),
-                       at(t + 6), at(t + 7), make(FC),  at(t + 9), make(FC_PROJECTION),        at(t + 11)};
-    }
-    p->block[model->config.L].ln1w = at(model->arena.count - 2);
-    p->block[model->config.L].ln1b = at(model->arena.count - 1);
-}
-
-template <typename G>
-static Gradients<G> gradients_of(const Model* m) {
-    Gradients<G> d;
-    parameters_in(m, m->arena.grads, &d, [](int, Linear, G* at) { return at; });
-    return d;
-}
-
-// The results of a block that the forward pass keeps for the backward pass.
-template <typename X>
-struct BlockActivations {
-    float *ln1_mean, *ln1_rstd;  // (N)
-    Operand<X> ln1;              // (N, C)
-    X* qkv;                      // (N, 3C)
-    float* lse;                  // (B, NH, T)
-    Operand<X> attention;        // (N, C)
-    X* residual2;                // (N, C) residual stream after attention
-    float *ln2_mean, *ln2_rstd;  // (N)
-    Operand<X> ln2;              // (N, C)
-    X* fc;                       // (N, 4C) before GELU
-    Operand<X> gelu;             // (N, 4C) after GELU
-};
-
-// The buffers of a micro-batch.
-template <typename X>
+template <typename X, typename G>
 struct Activations {
-    Weights<X> weights;
+    X *wte, *wpe;    // (Vp, C), (max_T, C)
+    G *dwte, *dwpe;  // their gradients
+    Block<X, G> block[MAX_LAYERS + 1];
     X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
     const Spill* spill;           // moves them to host memory and back, in turn; NULL: all stay on the device
-    BlockActivations<X> block[MAX_LAYERS + 1];  // see Parameters
-    X* branch;                                  // (N, C) what a sublayer adds to the residual stream
-    X* logits;                                  // (logit_rows, Vp), then their gradient
-    Fp8Use fp8;                                 // codes in use
-    void* dequant_buffer;                       // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
+    X* branch;                    // (N, C) what a sublayer adds to the residual stream
+    X* logits;                    // (logit_rows, Vp), then their gradient
+    Fp8Use fp8;                   // codes in use
+    void* dequant_buffer;         // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
     // backward only
     X* dresidual;    // (N, C) gradient of the residual stream
     X* dbranch;      // (N, C)
-    X* dwide;        // (N, 4C) gradient of fc; of qkv in its first 3C
+    X* dwide;        // (N, 4C) gradient of pre_gelu; of qkv_out in its first 3C
     float* scratch;  // of the operator that runs
     int64_t bytes;
 };
@@ -258,36 +214,34 @@ static int64_t scratch_bytes(const Model* m) {
 
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
 // what its products read, and all share the arrays that these codes are made of.
-template <typename X>
-static BlockActivations<X> block_layout(const Model* m, Layout* layout, const BlockActivations<X>* first, int l,
-                                        bool fp8) {
-    BlockActivations<X> b = {};
+template <typename X, typename G>
+static Block<X, G> block_layout(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
+    Block<X, G> b = {};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
     const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
-    b.ln1_mean = layout_take<float>(layout, N), b.ln1_rstd = layout_take<float>(layout, N);
-    b.ln1.values = fp8 && l > 0 ? first->ln1.values : layout_take<X>(layout, N * C);
-    b.qkv = layout_take<X>(layout, N * 3 * C);
+    Operand<X>*ln1 = &b.qkv.inp, *attention = &b.attproj.inp, *ln2 = &b.fc.inp, *gelu = &b.fcproj.inp;
+    b.ln1.mean = layout_take<float>(layout, N), b.ln1.rstd = layout_take<float>(layout, N);
+    ln1->values = fp8 && l > 0 ? first->qkv.inp.values : layout_take<X>(layout, N * C);
+    b.qkv_out = layout_take<X>(layout, N * 3 * C);
     b.lse = layout_take<float>(layout, N * m->config.NH);
-    b.attention.values = layout_take<X>(layout, N * C);
+    attention->values = layout_take<X>(layout, N * C);
     b.residual2 = layout_take<X>(layout, N * C);
-    b.ln2_mean = layout_take<float>(layout, N), b.ln2_rstd = layout_take<float>(layout, N);
-    b.ln2.values = fp8 ? b.ln1.values : layout_take<X>(layout, N * C);
-    b.fc = layout_take<X>(layout, N * 4 * C);
-    if (!fp8) b.gelu.values = shares_gelu ? first->gelu.values : layout_take<X>(layout, N * 4 * C);
+    b.ln2.mean = layout_take<float>(layout, N), b.ln2.rstd = layout_take<float>(layout, N);
+    ln2->values = fp8 ? ln1->values : layout_take<X>(layout, N * C);
+    b.pre_gelu = layout_take<X>(layout, N * 4 * C);
+    if (!fp8) gelu->values = shares_gelu ? first->fcproj.inp.values : layout_take<X>(layout, N * 4 * C);
     if (!fp8) return b;
-    b.ln1.columns = layout_take<uint8_t>(layout, N * C);
-    b.attention.columns = layout_take<uint8_t>(layout, N * C);
-    b.ln2.columns = layout_take<uint8_t>(layout, N * C);
-    b.gelu.columns = shares_gelu ? first->gelu.columns : layout_take<uint8_t>(layout, N * 4 * C);
+    for (Operand<X>* inp : {ln1, attention, ln2}) inp->columns = layout_take<uint8_t>(layout, N * C);
+    gelu->columns = shares_gelu ? first->fcproj.inp.columns : layout_take<uint8_t>(layout, N * 4 * C);
     return b;
 }
 
 // Lays out the activations of m->B x m->T tokens from `base` on; with base NULL only `bytes` of the result has a
 // meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, blocks that
 // are computed again, and the first that is kept, share buffers; the forward pass leaves the kept one there.
-template <typename X>
-static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
-    Activations<X> a;
+template <typename X, typename G>
+static Activations<X, G> activations_layout(const Model* m, void* base, bool backward) {
+    Activations<X, G> a = {};
     Layout layout = {(char*)base, 0};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
     const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
@@ -301,9 +255,9 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
         a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
         a.block[l] = l > 0 && l < sharing ? a.block[0] : block_layout(m, &layout, &a.block[0], l, fp8);
     }
-    BlockActivations<X>* last = &a.block[m->config.L];
-    last->ln1_mean = layout_take<float>(&layout, N), last->ln1_rstd = layout_take<float>(&layout, N);
-    last->ln1.values = layout_take<X>(&layout, N * C);
+    Block<X, G>* last = &a.block[m->config.L];
+    last->ln1.mean = layout_take<float>(&layout, N), last->ln1.rstd = layout_take<float>(&layout, N);
+    last->qkv.inp = {layout_take<X>(&layout, N * C)};
     a.branch = layout_take<X>(&layout, N * C);
     a.fp8 = fp8 ? linear_use(&layout, N, (int)C) : Fp8Use{};
     const int64_t blocks = layout.used;
@@ -322,71 +276,105 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     return a;
 }
 
-// Returns the activations and the weights of a micro-batch.
-template <typename X>
-static Activations<X> activations_of(const Model* m, bool train) {
-    Activations<X> a = activations_layout<X>(m, m->activations, train);
-    const int64_t N = (int64_t)m->B * m->T;
-    const int C = m->config.C;
+// Finds tensor t's weights and, if the model trains, their gradients.
+template <typename X, typename G>
+static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
+    *weights = (X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X));
+    *gradients = m->arena.grads ? (G*)arena_at(&m->arena, m->arena.grads, t, sizeof(G)) : nullptr;
+}
+
+template <typename X, typename G>
+static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
+    tensor_at(m, t, &norm->weight, &norm->dweight);
+    tensor_at(m, t + 1, &norm->bias, &norm->dbias);
+}
+
+// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
+// make the codes of the input and of dout.
+template <typename X, typename G>
+static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
+                      X* dout, bool made, bool dmade) {
+    const int slot = fp8_slot(l, matrix), t = weight_tensor(l, matrix);
+    X* weight;
+    tensor_at(m, t, &weight, &linear->dweight);
+    tensor_at(m, t + 1, &linear->bias, &linear->dbias);
+    linear->C = C, linear->OC = OC;
+    linear->inp = linear_input(use, slot, linear->inp.values, linear->inp.columns, made);
+    linear->weight = linear_weight(use, slot, weight, arena_codes(&m->arena, t));
+    linear->dout = linear_gradient(use, slot, dout, dmade);
+}
+
+// Returns what a micro-batch works with.
+template <typename X, typename G>
+static Activations<X, G> activations_of(const Model* m, bool train) {
+    Activations<X, G> a = activations_layout<X, G>(m, m->activations, train);
+    const int L = m->config.L, C = m->config.C;
     Fp8Use* use = &a.fp8;
     arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
-    if (train && m->uses_fp8) linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), N, C);
-    parameters_in(m, m->arena.weights, &a.weights, [&](int l, Linear linear, X* at) {
-        return linear_weight(use, fp8_slot(l, linear), at, arena_codes(&m->arena, weight_tensor(l, linear)));
-    });
-    for (int l = 0; l < m->config.L; l++) {
-        BlockActivations<X>* b = &a.block[l];
-        b->ln1 = linear_input(use, fp8_slot(l, QKV), b->ln1.values, b->ln1.columns, use->producers_quantize);
-        b->attention =
-            linear_input(use, fp8_slot(l, ATTENTION_PROJECTION), b->attention.values, b->attention.columns, false);
-        b->ln2 = linear_input(use, fp8_slot(l, FC), b->ln2.values, b->ln2.columns, use->producers_quantize);
-        b->gelu = linear_gelu(use, fp8_slot(l, FC_PROJECTION), b->gelu.values, b->fc, b->gelu.columns);
+    if (train && m->uses_fp8) {
+        linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), (int64_t)m->B * m->T, C);
     }
+    const bool makes = use->producers_quantize;
+    tensor_at(m, WTE, &a.wte, &a.dwte);
+    tensor_at(m, WPE, &a.wpe, &a.dwpe);
+    for (int l = 0; l < L; l++) {
+        Block<X, G>* b = &a.block[l];
+        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS, &b->ln1);
+        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS + 6, &b->ln2);
+        linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a.dwide, makes, use->attention_quantizes);
+        linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a.dresidual, false, makes);
+        linear_at(m, use, &b->fc, l, FC, C, 4 * C, a.dwide, makes, false);
+        linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a.dresidual, false, makes);
+        linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
+    }
+    norm_at(m, m->arena.count - 2, &a.block[L].ln1);
     return a;
 }
 
 // Forward.
 
-// Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
-template <typename X>
-static void block_forward(const Model* m, Activations<X>* a, int l, int B, int T) {
+// out: the normalised rows of inp1 + inp2, which goes to `residual`, or of inp1 if inp2 is NULL.
+template <typename X, typename G>
+static void norm_forward(const Device* dev, const Norm<X, G>* norm, X* residual, const Operand<X>* out, const X* inp1,
+                         const X* inp2, int64_t N, int C) {
+    residual_layernorm_forward(named(dev, "residual + layernorm"), residual, out->values, norm->mean, norm->rstd, inp1,
+                               inp2, norm->weight, norm->bias, N, C, operand_codes(out));
+}
+
+// Block l from its input to the GELU. The first layernorm's result is already there except when the block is computed
+// again.
+template <typename X, typename G>
+static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, int T) {
     const Device* dev = m->dev;
-    const auto* w = &a->weights.block[l];
-    BlockActivations<X>* b = &a->block[l];
+    const Block<X, G>* b = &a->block[l];
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    linear_forward(named(dev, "qkv"), b->qkv, &b->ln1, &w->qkvw, w->qkvb, N, C, 3 * C);
-    attention_forward(named(dev, "attention forward"), b->attention.values, b->lse, b->qkv, B, T, C, m->config.NH);
-    linear_forward(named(dev, "attention projection"), a->branch, &b->attention, &w->attprojw, w->attprojb, N, C, C);
-    residual_layernorm_forward(named(dev, "residual + layernorm"), b->residual2, b->ln2.values, b->ln2_mean,
-                               b->ln2_rstd, a->residual[l], a->branch, w->ln2w, w->ln2b, N, C, operand_codes(&b->ln2));
-    linear_forward_gelu(named(dev, "fc + gelu"), &b->gelu, b->fc, &b->ln2, &w->fcw, w->fcb, N, C, 4 * C);
+    linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, N);
+    attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, B, T, C,
+                      m->config.NH);
+    linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
+    norm_forward(dev, &b->ln2, b->residual2, &b->fc.inp, a->residual[l], a->branch, N, C);
+    linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, N);
 }
 
 // Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
-template <typename X>
-static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
+template <typename X, typename G>
+static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens, int B, int T) {
     const Device* dev = m->dev;
-    const Weights<X>* w = &a->weights;
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     arena_need(&m->arena, decoded_embeddings(L));
-    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, w->wte, w->wpe, B, T, C);
+    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, B, T, C);
     spill_written(a->spill, 0, a->residual[0]);
-    arena_need(&m->arena, 0);
-    BlockActivations<X>* b = &a->block[0];
-    layernorm_forward(named(dev, "residual + layernorm"), b->ln1.values, b->ln1_mean, b->ln1_rstd, a->residual[0],
-                      w->block[0].ln1w, w->block[0].ln1b, N, C, operand_codes(&b->ln1));
+    arena_need(&m->arena, 0, 1);
+    Block<X, G>* b = a->block;
+    norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[0], (const X*)nullptr, N, C);
     for (int l = 0; l < L; l++, b++) {
-        const auto *own = &w->block[l], *next = own + 1;
-        shard_prefetch(m->arena.shard, l + 1);
         block_forward(m, a, l, B, T);
-        linear_forward(named(dev, "fc projection"), a->branch, &b->gelu, &own->fcprojw, own->fcprojb, N, 4 * C, C);
-        arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L));
+        linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, N);
+        arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
         spill_room(a->spill, l + 1);
-        residual_layernorm_forward(named(dev, "residual + layernorm"), a->residual[l + 1], b[1].ln1.values,
-                                   b[1].ln1_mean, b[1].ln1_rstd, b->residual2, a->branch, next->ln1w, next->ln1b, N, C,
-                                   operand_codes(&b[1].ln1));
+        norm_forward(dev, &b[1].ln1, a->residual[l + 1], &b[1].qkv.inp, b->residual2, a->branch, N, C);
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
@@ -400,106 +388,89 @@ static bool accumulates(const Model* m, bool first) {
 // Losses (N) from the last layernorm, logit_rows rows of logits at a time so that their memory is bounded. With
 // `backward` the logits become their own gradient in place, from which those of its result (dbranch) and wte (dwte_sum)
 // are computed at once. dloss is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
-template <typename X>
-static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
+template <typename X, typename G>
+static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
     const Device* dev = m->dev;
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
-    X* lnf = a->block[L].ln1.values;
-    HeadOperands<X> head =
-        linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->weights.wte, a->logits, dloss, C, Vp);
+    X* lnf = a->block[L].qkv.inp.values;
+    Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
+                                              m->dwte_sum, dloss, C, Vp);
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
         head.inp.values = lnf + row * C;
-        linear_forward(named(dev, "head"), a->logits, &head.inp, &head.weight, (const X*)nullptr, rows, C, Vp);
+        linear_forward(named(dev, "head"), a->logits, &head, rows);
         classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
-                   operand_codes(&head.dlogits));
+                   operand_codes(&head.dout));
         if (!backward) continue;
         if (row == 0) arena_room(&m->arena, L);
-        linear_backward(named(dev, "d head"), a->dbranch + row * C, m->dwte_sum, &head.dlogits, &head.inp, &head.weight,
-                        rows, C, Vp, accumulates(m, first) || row > 0);
+        linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, accumulates(m, first) || row > 0);
     }
 }
 
 // Backward.
 
-// The gradient of what a matrix of block l gives: dresidual is that of the projections' outputs, dwide the others'.
-template <typename X>
-static Operand<X> gradient_of(const Activations<X>* a, int l, Linear linear) {
-    const Fp8Use* use = &a->fp8;
-    const int slot = fp8_slot(l, linear);
-    if (linear == FC) return linear_gelu_gradient(use, slot, a->dwide);
-    if (linear == QKV) return linear_gradient(use, slot, a->dwide, use->attention_quantizes);
-    return linear_gradient(use, slot, a->dresidual, use->producers_quantize);
+// From dbranch, the gradient of the normalised rows of inp, to dresidual, that of inp, which is added to it. dresidual
+// is then the gradient of the output of the linear layer `below`, whose bias gradient it gives as column sums.
+template <typename X, typename G>
+static void norm_backward(const Device* dev, const Activations<X, G>* a, const Norm<X, G>* norm, const X* inp,
+                          const Linear<X, G>* below, int64_t N, int C, bool adds) {
+    layernorm_backward(named(dev, "layernorm backward"), a->dresidual, norm->dweight, norm->dbias,
+                       below ? below->dbias : nullptr, a->scratch, a->dbranch, inp, norm->weight, norm->mean,
+                       norm->rstd, N, C, adds, below ? operand_codes(&below->dout) : Fp8Codes{});
 }
 
 // Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
-// the block's output at first. It is also the output gradient of the projection before it, so each layernorm's backward
-// pass gives that projection's bias gradient, as column sums, beside its own.
+// the block's output at first.
 template <typename X, typename G>
-static void block_backward(const Model* m, const BlockParameters<G, G*>* d, Activations<X>* a, int l, int B, int T,
-                           bool adds) {
+static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, int T, bool adds) {
     const Device* dev = m->dev;
-    const auto* w = &a->weights.block[l];
-    BlockActivations<X>* b = &a->block[l];
+    Block<X, G>* b = &a->block[l];
+    const Operand<X>* gelu = &b->fcproj.inp;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    const Operand<X> dqkv = gradient_of(a, l, QKV), dattproj = gradient_of(a, l, ATTENTION_PROJECTION),
-                     dfcproj = gradient_of(a, l, FC_PROJECTION);
-    Operand<X> dfc = gradient_of(a, l, FC);
     if (l < m->recomputed) {
-        layernorm_forward(dev, b->ln1.values, b->ln1_mean, b->ln1_rstd, a->residual[l], w->ln1w, w->ln1b, N, C,
-                          operand_codes(&b->ln1));
+        norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[l], (const X*)nullptr, N, C);
         block_forward(m, a, l, B, T);
     }
-    const bool lacks_codes = b->gelu.fp8 && b->gelu.made != FP8_BOTH;  // after block_forward
+    const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
     if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
-        linear_gelu_again(dev, &b->gelu, b->fc, N, 4 * C);
+        linear_gelu_again(dev, gelu, b->pre_gelu, N, 4 * C);
     }
-    linear_backward_gelu(named(dev, "d fc projection, gelu"), &dfc, d->fcb, a->scratch, d->fcprojw, &dfcproj, &b->gelu,
-                         &w->fcprojw, b->fc, N, 4 * C, C, adds);
-    linear_backward(named(dev, "d fc"), a->dbranch, d->fcw, &dfc, &b->ln2, &w->fcw, N, C, 4 * C, adds);
-    layernorm_backward(named(dev, "layernorm backward"), a->dresidual, d->ln2w, d->ln2b, d->attprojb, a->scratch,
-                       a->dbranch, b->residual2, w->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds,
-                       operand_codes(&dattproj));
-    linear_backward(named(dev, "d attention projection"), a->dbranch, d->attprojw, &dattproj, &b->attention,
-                    &w->attprojw, N, C, C, adds);
+    linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
+    linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
+    norm_backward(dev, a, &b->ln2, b->residual2, &b->attproj, N, C, adds);
+    linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_attention(&m->arena);
-    attention_backward(named(dev, "attention backward"), a->dwide, d->qkvb, a->scratch, a->dbranch, b->qkv,
-                       b->attention.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&dqkv));
-    linear_backward(named(dev, "d qkv"), a->dbranch, d->qkvw, &dqkv, &b->ln1, &w->qkvw, N, C, 3 * C, adds);
+    attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
+                       b->attproj.inp.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&b->qkv.dout));
+    linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. The first micro-batch of
 // a step overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with
 // several micro-batches G is float, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B, int T, bool first) {
+static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets, int B, int T, bool first) {
     const Device* dev = m->dev;
-    const Gradients<G> d = gradients_of<G>(m);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
-    bool accumulate = accumulates(m, first);
+    bool adds = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
-        BlockActivations<X>* b = &a->block[l];
         if (l < L) {
             arena_need(&m->arena, l, l - 1);
             spill_need(a->spill, l);
-            block_backward(m, &d.block[l], a, l, B, T, accumulate);
+            block_backward(m, a, l, B, T, adds);
         }
         if (l > 0) arena_room(&m->arena, l - 1);
-        const Operand<X> below = gradient_of(a, l - 1, FC_PROJECTION);
-        layernorm_backward(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
-                           l > 0 ? d.block[l - 1].fcprojb : nullptr, a->scratch, a->dbranch, a->residual[l],
-                           a->weights.block[l].ln1w, b->ln1_mean, b->ln1_rstd, N, C, accumulate,
-                           l > 0 ? operand_codes(&below) : Fp8Codes{});
+        norm_backward(dev, a, &a->block[l].ln1, a->residual[l], l > 0 ? &a->block[l - 1].fcproj : nullptr, N, C, adds);
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l < L ? l : decoded_final(L));
     }
-    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, m->input.order,
-                             m->input.bucket, buckets, B, T, C, m->config.Vp, accumulate);
+    embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
+                             m->input.order, m->input.bucket, buckets, B, T, C, m->config.Vp, adds);
     arena_done(&m->arena, decoded_embeddings(L));
 }
 
@@ -507,12 +478,12 @@ static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B,
 // gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
-    Activations<X> a = activations_of<X>(m, train);
+    Activations<X, G> a = activations_of<X, G>(m, train);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, m->input.tokens, B, m->T);
     gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
     loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward<X, G>(m, &a, buckets, B, m->T, first);
+    if (train) gpt2_backward(m, &a, buckets, B, m->T, first);
 }
 
 static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
@@ -526,7 +497,7 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X> a = activations_of<X>(m, false);
+    Activations<X, float> a = activations_of<X, float>(m, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
@@ -534,7 +505,7 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
     copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens, B, T);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].ln1.values, a.weights.wte, places, targets, count,
+    score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].qkv.inp.values, a.wte, places, targets, count,
                     &room, m->config.C, m->config.V, m->config.Vp);
 }
 
@@ -551,8 +522,8 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
     int64_t bytes = decoder;
     for (bool train : {false, backward}) {
-        const int64_t own = fp32 ? activations_layout<float>(m, nullptr, train).bytes
-                                 : activations_layout<bf16>(m, nullptr, train).bytes;
+        const int64_t own = fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
+                                 : activations_layout<bf16, float>(m, nullptr, train).bytes;
         bytes = own > bytes ? own : bytes;
     }
     return bytes;

@@ -100,63 +100,54 @@ struct Operators {
     Account* a;
     double mb;  // micro-batches
     const Device* dev = m->dev;
-    Activations<bf16> act = activations_of<bf16>(m, true);
-    Gradients<G> d = gradients_of<G>(m);
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16, Operand<bf16>>* p = &act.weights.block[0];
-    BlockParameters<G, G*>* q = &d.block[0];
-    Operand<bf16> dqkv = gradient_of(&act, 0, QKV), dattproj = gradient_of(&act, 0, ATTENTION_PROJECTION),
-                  dfcproj = gradient_of(&act, 0, FC_PROJECTION);
+    Activations<bf16, G> act = activations_of<bf16, G>(m, true);
+    Block<bf16, G>* b = &act.block[0];
     float* scratch = (float*)act.scratch;
     const Fp8Use* use = &act.fp8;
     int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, V = m->config.V, Vp = m->config.Vp;
     int64_t N = (int64_t)B * T, rows = m->logit_rows;
     double NC = (double)N * C, n = mb * L, chunks = mb * (double)ceil_div(N, rows);  // n: blocks of all micro-batches
 
-    // A layer with C inputs and OC outputs, forward and back. In fp8 it includes what makes its codes.
-    void layer(const char* name, double calls, bf16* out, const Operand<bf16>* inp, const Operand<bf16>* weight,
-               const bf16* bias, int64_t N, int C, int OC) {
-        a->fp8 = inp->fp8;
-        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
-                [&] { linear_forward(dev, out, inp, weight, bias, N, C, OC); });
+    // A linear layer, forward and back. In fp8 it includes what makes its codes.
+    template <typename D>
+    void layer(const char* name, double calls, bf16* out, const Linear<bf16, D>* l, int64_t N) {
+        a->fp8 = l->inp.fp8;
+        account(a, name, calls, 2.0 * (double)N * l->C * l->OC, 0, [&] { linear_forward(dev, out, l, N); });
     }
 
     template <typename D>
-    void back(const char* name, double calls, bf16* dinp, D* dweight, const Operand<bf16>* dout,
-              const Operand<bf16>* inp, const Operand<bf16>* weight, int64_t N, int C, int OC, bool accumulate) {
-        a->fp8 = inp->fp8;
-        account(a, name, calls, 4.0 * (double)N * C * OC, 0,
-                [&] { linear_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate); });
+    void back(const char* name, double calls, bf16* dinp, const Linear<bf16, D>* l, int64_t N, bool accumulate) {
+        a->fp8 = l->inp.fp8;
+        account(a, name, calls, 4.0 * (double)N * l->C * l->OC, 0,
+                [&] { linear_backward(dev, dinp, l, N, accumulate); });
     }
 
     void forward() {
-        account(a, "embedding forward", mb, 0, 2 * NC * 2, [&] {
-            embedding_forward<bf16>(dev, act.residual[0], m->input.tokens, act.weights.wte, act.weights.wpe, B, T, C);
-        });
-        const Fp8Codes codes = operand_codes(&b->ln2);
-        account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
-            residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2.values, b->ln2_mean, b->ln2_rstd,
-                                             act.residual[0], act.branch, p->ln2w, p->ln2b, N, C, codes);
-        });
+        account(a, "embedding forward", mb, 0, 2 * NC * 2,
+                [&] { embedding_forward<bf16>(dev, act.residual[0], m->input.tokens, act.wte, act.wpe, B, T, C); });
+        const Operand<bf16>* ln2 = &b->fc.inp;
+        const Fp8Codes codes = operand_codes(ln2);
+        account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC,
+                [&] { norm_forward(dev, &b->ln2, b->residual2, ln2, act.residual[0], act.branch, N, C); });
         account(a, "attention forward", n, 2.0 * T * NC, 0,
-                [&] { attention_forward<bf16>(dev, b->attention.values, b->lse, b->qkv, B, T, C, NH); });
-        layer("qkv", n, b->qkv, &b->ln1, &p->qkvw, p->qkvb, N, C, 3 * C);
-        layer("attention projection", n, act.branch, &b->attention, &p->attprojw, p->attprojb, N, C, C);
+                [&] { attention_forward<bf16>(dev, b->attproj.inp.values, b->lse, b->qkv_out, B, T, C, NH); });
+        layer("qkv", n, b->qkv_out, &b->qkv, N);
+        layer("attention projection", n, act.branch, &b->attproj, N);
         a->fp8 = use->gelu_quantizes;
         account(a, "fc + gelu", n, 8.0 * NC * C, 0,
-                [&] { linear_forward_gelu(dev, &b->gelu, b->fc, &b->ln2, &p->fcw, p->fcb, N, C, 4 * C); });
-        layer("fc projection", n, act.branch, &b->gelu, &p->fcprojw, p->fcprojb, N, 4 * C, C);
+                [&] { linear_forward_gelu(dev, &b->fcproj.inp, b->pre_gelu, &b->fc, N); });
+        layer("fc projection", n, act.branch, &b->fcproj, N);
     }
 
     void head() {
-        const HeadOperands<bf16> head = linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].ln1.values,
-                                                          act.weights.wte, act.logits, 1e-5f, C, Vp);
-        layer("head", chunks, act.logits, &head.inp, &head.weight, nullptr, rows, C, Vp);
+        const Linear<bf16, float> head = linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].qkv.inp.values,
+                                                           act.wte, act.logits, m->dwte_sum, 1e-5f, C, Vp);
+        layer("head", chunks, act.logits, &head, rows);
         account(a, "classifier", chunks, 0, (m->head_fp8 ? 3.0 : 4.0) * (double)rows * Vp, [&] {
             classifier<bf16>(dev, m->losses, act.logits, m->input.targets, 1e-5f, true, rows, V, Vp,
-                             operand_codes(&head.dlogits));
+                             operand_codes(&head.dout));
         });
-        back("d head", chunks, act.dbranch, m->dwte_sum, &head.dlogits, &head.inp, &head.weight, rows, C, Vp, true);
+        back("d head", chunks, act.dbranch, &head, rows, true);
     }
 
     // "d NAME": the gradient of it.
@@ -164,28 +155,23 @@ struct Operators {
         const bool more = mb > 1;
         a->fp8 = use->scales;
         account(a, "d fc projection, gelu", n, 16.0 * NC * C, 0, [&] {
-            Operand<bf16> wide = gradient_of(&act, 0, FC);
-            linear_backward_gelu(dev, &wide, q->fcb, scratch, q->fcprojw, &dfcproj, &b->gelu, &p->fcprojw, b->fc, N,
-                                 4 * C, C, more);
+            Linear<bf16, G> fc = b->fc;
+            linear_backward_gelu(dev, &fc, &b->fcproj, b->pre_gelu, scratch, N, more);
         });
-        const Operand<bf16> dfc = gradient_of(&act, 0, FC);
-        back("d fc", n, act.dbranch, q->fcw, &dfc, &b->ln2, &p->fcw, N, C, 4 * C, more);
-        back("d attention projection", n, act.dbranch, q->attprojw, &dattproj, &b->attention, &p->attprojw, N, C, C,
-             more);
-        back("d qkv", n, act.dbranch, q->qkvw, &dqkv, &b->ln1, &p->qkvw, N, C, 3 * C, more);
+        back("d fc", n, act.dbranch, &b->fc, N, more);
+        back("d attention projection", n, act.dbranch, &b->attproj, N, more);
+        back("d qkv", n, act.dbranch, &b->qkv, N, more);
     }
 
     // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets`
     // distinct tokens).
     void sums(int buckets) {
-        const Fp8Codes codes = operand_codes(&dattproj), wide = operand_codes(&dqkv);
-        account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
-            layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
-                                        b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, codes);
-        });
+        const Fp8Codes codes = operand_codes(&b->attproj.dout), wide = operand_codes(&b->qkv.dout);
+        account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC,
+                [&] { norm_backward(dev, &act, &b->ln2, b->residual2, &b->attproj, N, C, false); });
         account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
-            attention_backward(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention.values, b->lse,
-                               B, T, C, NH, false, wide);
+            attention_backward(dev, act.dwide, b->qkv.dbias, act.scratch, act.dbranch, b->qkv_out,
+                               b->attproj.inp.values, b->lse, B, T, C, NH, false, wide);
         });
         account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
             const int64_t tiles = m->arena.elements / TILE_ELEMENTS;
@@ -193,8 +179,8 @@ struct Operators {
             norm_of_tiles(dev, m->scalars + 1, m->arena.squares, tiles, 1.0f, nullptr);
         });
         account(a, "embedding backward", mb, 0, NC * 2, [&] {
-            embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, m->input.order, m->input.bucket,
-                                        buckets, B, T, C, Vp, false);
+            embedding_backward<bf16, G>(dev, act.dwte, act.dwpe, m->dwte_sum, act.dresidual, m->input.order,
+                                        m->input.bucket, buckets, B, T, C, Vp, false);
         });
     }
 

@@ -57,8 +57,8 @@ ROWS = [
     ("train_gpt2.cu", "loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);",
      "loss_mean(m->dev, m->scalars, m->losses, N, false, share / (float)N);", "model_", ["test_gpt2"]),
     ("train_gpt2.cu", "if (l < m->recomputed) {", "if (l + 1 < m->recomputed) {", "model_same_result", ["test_gpt2"]),
-    ("train_gpt2.cu", "gpt2_backward<X, G>(m, &a, buckets, B, m->T, first);",
-     "gpt2_backward<X, G>(m, &a, buckets, B, m->T, true);", "model_", ["test_gpt2"]),
+    ("train_gpt2.cu", "gpt2_backward(m, &a, buckets, B, m->T, first);",
+     "gpt2_backward(m, &a, buckets, B, m->T, true);", "model_", ["test_gpt2"]),
 ]
 
 

@@ -69,49 +69,64 @@ template <typename X>
 Fp8Factor operand_columns(const Operand<X>* o) {
     return {o->columns, o->slot, o->type};
 }
-
-// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C)
 template <typename X>
-void linear_forward(const Device* dev, X* out, const Operand<X>* inp, const Operand<X>* weight, const X* bias,
-                    int64_t N, int C, int OC) {
-    if (!inp->fp8) return matmul_forward<X>(dev, out, nullptr, inp->values, weight->values, bias, N, C, OC);
-    operand_need(dev, inp, true, true, N, C);
-    operand_need(dev, weight, true, false, OC, C);
-    fp8_product<X>(dev, inp->fp8, out, operand_rows(inp), operand_rows(weight), bias, N, OC, C, true, false);
+const float* operand_scale_inv(const Operand<X>* o) {
+    return o->fp8->scale_inv + 4 * o->slot;
 }
 
-// dinp: (N, C) = dout weight, dweight: (OC, C) (+)= dout^T inp; dout: (N, OC)
+// A linear layer: what its products read, and where its gradients go.
 template <typename X, typename G>
-void linear_backward(const Device* dev, X* dinp, G* dweight, const Operand<X>* dout, const Operand<X>* inp,
-                     const Operand<X>* weight, int64_t N, int C, int OC, bool accumulate) {
+struct Linear {
+    int C, OC;
+    Operand<X> inp, weight, dout;  // (N, C), (OC, C), (N, OC)
+    X* bias;                       // (OC) or NULL
+    G *dweight, *dbias;            // (OC, C), (OC)
+};
+
+// out: (N, OC) = inp weight^T + bias
+template <typename X, typename G>
+void linear_forward(const Device* dev, X* out, const Linear<X, G>* l, int64_t N) {
+    const Operand<X>*inp = &l->inp, *weight = &l->weight;
+    if (!inp->fp8) return matmul_forward<X>(dev, out, nullptr, inp->values, weight->values, l->bias, N, l->C, l->OC);
+    operand_need(dev, inp, true, true, N, l->C);
+    operand_need(dev, weight, true, false, l->OC, l->C);
+    fp8_product<X>(dev, inp->fp8, out, operand_rows(inp), operand_rows(weight), l->bias, N, l->OC, l->C, true, false);
+}
+
+// dinp: (N, C) = dout weight, dweight (+)= dout^T inp. With fp8, dinp may be NULL: only dweight and all codes are made.
+template <typename X, typename G>
+void linear_backward(const Device* dev, X* dinp, const Linear<X, G>* l, int64_t N, bool accumulate) {
+    const Operand<X>*dout = &l->dout, *inp = &l->inp, *weight = &l->weight;
+    const int C = l->C, OC = l->OC;
     if (!dout->fp8) {
         matmul_backward_input<X>(dev, dinp, dout->values, weight->values, N, C, OC);
-        return matmul_backward_weight<X, G>(dev, dweight, dout->values, inp->values, N, C, OC, accumulate);
+        return matmul_backward_weight<X, G>(dev, l->dweight, dout->values, inp->values, N, C, OC, accumulate);
     }
     operand_need(dev, dout, true, true, N, OC);
     operand_need(dev, weight, false, true, OC, C);
-    fp8_product<X>(dev, dout->fp8, dinp, operand_rows(dout), operand_columns(weight), (const X*)nullptr, N, C, OC,
-                   false, false);
-    fp8_product<G>(dev, dout->fp8, dweight, operand_columns(dout), operand_columns(inp), (const G*)nullptr, OC, C, N,
+    if (dinp)
+        fp8_product<X>(dev, dout->fp8, dinp, operand_rows(dout), operand_columns(weight), (const X*)nullptr, N, C, OC,
+                       false, false);
+    fp8_product<G>(dev, dout->fp8, l->dweight, operand_columns(dout), operand_columns(inp), (const G*)nullptr, OC, C, N,
                    false, accumulate);
 }
 
 // The layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, and gelu = gelu(pre_gelu): its values, or its codes
 // if no cast is to make them.
-template <typename X>
-void linear_forward_gelu(const Device* dev, const Operand<X>* gelu, X* pre_gelu, const Operand<X>* inp,
-                         const Operand<X>* weight, const X* bias, int64_t N, int C, int OC) {
+template <typename X, typename G>
+void linear_forward_gelu(const Device* dev, const Operand<X>* gelu, X* pre_gelu, const Linear<X, G>* l, int64_t N) {
+    const Operand<X>*inp = &l->inp, *weight = &l->weight;
     if (!inp->fp8) {
-        return matmul_forward<X>(dev, gelu->values, pre_gelu, inp->values, weight->values, bias, N, C, OC);
+        return matmul_forward<X>(dev, gelu->values, pre_gelu, inp->values, weight->values, l->bias, N, l->C, l->OC);
     }
-    if (gelu->made != FP8_BOTH) return linear_forward(dev, pre_gelu, inp, weight, bias, N, C, OC);
+    if (gelu->made != FP8_BOTH) return linear_forward(dev, pre_gelu, l, N);
 #ifdef __CUDACC__
-    operand_need(dev, inp, true, true, N, C);
-    operand_need(dev, weight, true, false, OC, C);
-    const float *left = inp->fp8->scale_inv + 4 * inp->slot, *right = inp->fp8->scale_inv + 4 * weight->slot;
-    const MatmulGeluCodes codes = {operand_codes(gelu), gelu->columns, left, right};
+    operand_need(dev, inp, true, true, N, l->C);
+    operand_need(dev, weight, true, false, l->OC, l->C);
+    const MatmulGeluCodes codes = {operand_codes(gelu), gelu->columns, operand_scale_inv(inp),
+                                   operand_scale_inv(weight)};
     if constexpr (std::is_same_v<X, bf16>)
-        matmul_gelu_fp8_forward(dev, &codes, pre_gelu, inp->rows, weight->rows, bias, N, C, OC);
+        matmul_gelu_fp8_forward(dev, &codes, pre_gelu, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
 #endif
 }
 
@@ -122,41 +137,36 @@ void linear_gelu_again(const Device* dev, const Operand<X>* gelu, const X* pre_g
     gelu_forward<X>(dev, gelu->values, pre_gelu, N * C);
 }
 
-// The backward pass of the layer after GELU, down to GELU's input: dpre: (N, C) = (dout weight) * gelu'(pre_gelu),
-// values or codes; dweight: (OC, C) (+)= dout^T gelu; dbias: (C), the gradient of the bias before GELU, (+)= the column
-// sums of dpre. With fp8, dpre->values are memory for a product that a cast then reads.
+// The backward pass of layer l, after GELU, down to GELU's input: before->dout: (N, C) = (dout weight) *
+// gelu'(pre_gelu), values or codes; before->dbias (+)= its column sums; dweight (+)= dout^T gelu. With fp8, the values
+// of before->dout are memory for a product that a cast then reads.
 template <typename X, typename G>
-void linear_backward_gelu(const Device* dev, Operand<X>* dpre, G* dbias, float* scratch, G* dweight,
-                          const Operand<X>* dout, const Operand<X>* gelu, const Operand<X>* weight, const X* pre_gelu,
-                          int64_t N, int C, int OC, bool accumulate) {
+void linear_backward_gelu(const Device* dev, Linear<X, G>* before, const Linear<X, G>* l, const X* pre_gelu,
+                          float* scratch, int64_t N, bool accumulate) {
+    Operand<X>* dpre = &before->dout;
+    const Operand<X>*dout = &l->dout, *weight = &l->weight;
+    const int C = l->C, OC = l->OC;
     if (!dout->fp8) {
-        matmul_backward_gelu<X, G>(dev, dpre->values, dbias, scratch, dout->values, weight->values, pre_gelu, N, C, OC,
-                                   accumulate);
-        return matmul_backward_weight<X, G>(dev, dweight, dout->values, gelu->values, N, C, OC, accumulate);
+        matmul_backward_gelu<X, G>(dev, dpre->values, before->dbias, scratch, dout->values, weight->values, pre_gelu, N,
+                                   C, OC, accumulate);
+        return matmul_backward_weight<X, G>(dev, l->dweight, dout->values, l->inp.values, N, C, OC, accumulate);
     }
-    Fp8* f = dout->fp8;
-    operand_need(dev, dout, true, true, N, OC);
-    operand_need(dev, weight, false, true, OC, C);
-    if (dpre->made != FP8_BOTH) {
-        fp8_product<X>(dev, f, dpre->values, operand_rows(dout), operand_columns(weight), (const X*)nullptr, N, C, OC,
-                       false, false);
+    const bool fused = dpre->made == FP8_BOTH;
+    linear_backward(dev, fused ? nullptr : dpre->values, l, N, accumulate);
+    if (!fused) {
+        const Fp8Operand to = {dpre->rows, dpre->columns, dpre->slot, dpre->type};
+        fp8_cast<X, G>(dev, dpre->fp8, &to, FP8_GELU_BACKWARD, dpre->values, pre_gelu, before->dbias, scratch, N, C,
+                       accumulate);
+        dpre->made = FP8_BOTH;
+        return;
     }
 #ifdef __CUDACC__
-    if constexpr (std::is_same_v<X, bf16>) {
-        const MatmulGeluCodes codes = {operand_codes(dpre), dpre->columns, f->scale_inv + 4 * dout->slot,
-                                       f->scale_inv + 4 * weight->slot};
-        if (dpre->made == FP8_BOTH) {
-            matmul_gelu_fp8_backward(dev, &codes, dbias, scratch, dout->rows, weight->columns, pre_gelu, N, C, OC,
-                                     accumulate);
-        }
-    }
+    const MatmulGeluCodes codes = {operand_codes(dpre), dpre->columns, operand_scale_inv(dout),
+                                   operand_scale_inv(weight)};
+    if constexpr (std::is_same_v<X, bf16>)
+        matmul_gelu_fp8_backward(dev, &codes, before->dbias, scratch, dout->rows, weight->columns, pre_gelu, N, C, OC,
+                                 accumulate);
 #endif
-    fp8_product<G>(dev, f, dweight, operand_columns(dout), operand_columns(gelu), (const G*)nullptr, OC, C, N, false,
-                   accumulate);
-    if (dpre->made == FP8_BOTH) return;
-    const Fp8Operand to = {dpre->rows, dpre->columns, dpre->slot, dpre->type};
-    fp8_cast<X, G>(dev, f, &to, FP8_GELU_BACKWARD, dpre->values, pre_gelu, dbias, scratch, N, C, accumulate);
-    dpre->made = FP8_BOTH;
 }
 
 // The memory that layers share for codes, and which kernels write codes. scales NULL: no fp8.
@@ -222,39 +232,36 @@ Operand<X> linear_gradient(const Fp8Use* use, int slot, X* values, bool made) {
             made ? FP8_BY_ROWS : FP8_NOTHING};
 }
 
-// GELU's result as the input of the layer after it, and the gradient of GELU's input. `wide`: memory of that gradient's
-// values, of which the codes by columns take half.
-template <typename X>
-Operand<X> linear_gelu(const Fp8Use* use, int slot, X* gelu, X* pre_gelu, uint8_t* columns) {
-    if (!use->scales) return {gelu};
-    if (use->gelu_quantizes) return {pre_gelu, use->dcolumns, columns, use->scales, slot, FP8_E4M3, FP8_GELU, FP8_BOTH};
-    return {pre_gelu, use->rows, columns, use->scales, slot, FP8_E4M3, FP8_GELU, FP8_NOTHING};
-}
-template <typename X>
-Operand<X> linear_gelu_gradient(const Fp8Use* use, int slot, X* wide) {
-    Operand<X> o = linear_gradient(use, slot, wide, false);
-    if (use->gelu_quantizes) o.rows = use->rows, o.columns = (uint8_t*)wide, o.made = FP8_BOTH;
-    return o;
+// Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
+// before. The memory of that gradient's values has its codes by columns, which take half.
+template <typename X, typename G>
+void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X* pre_gelu) {
+    if (!use->scales) return;
+    Operand<X>*gelu = &after->inp, *dpre = &before->dout;
+    gelu->values = pre_gelu, gelu->op = FP8_GELU;
+    if (!use->gelu_quantizes) return;
+    gelu->rows = use->dcolumns, gelu->made = FP8_BOTH;
+    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = FP8_BOTH;
 }
 
-// The operands of the head, whose rows are taken in pieces: linear_head_begin makes its weights' codes, and sets the
-// scale of the logits' gradient, which is at most dloss.
+// Returns the head, whose rows are taken in pieces. It makes the weights' codes, and sets the scale of the logits'
+// gradient, which is at most dloss.
 template <typename X>
-struct HeadOperands {
-    Operand<X> inp, weight, dlogits;
-};
-
-template <typename X>
-HeadOperands<X> linear_head_begin(const Device* dev, const Fp8Use* use, int slot, X* inp, X* weight, X* logits,
-                                  float dloss, int C, int Vp) {
-    if (!use->head[0]) return {{inp}, {weight}, {logits}};
-    HeadOperands<X> head = {linear_input(use, slot, inp, use->head_columns, false),
-                            linear_weight(use, slot, weight, nullptr),
-                            linear_gradient(use, slot, logits, use->producers_quantize)};
+Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slot, X* inp, X* weight, X* logits,
+                                   float* dweight, float dloss, int C, int Vp) {
+    if (!use->head[0]) return {C, Vp, {inp}, {weight}, {logits}, nullptr, dweight, nullptr};
+    Linear<X, float> head = {C,
+                             Vp,
+                             linear_input(use, slot, inp, use->head_columns, false),
+                             linear_weight(use, slot, weight, nullptr),
+                             linear_gradient(use, slot, logits, use->producers_quantize),
+                             nullptr,
+                             dweight,
+                             nullptr};
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
-    head.dlogits.rows = use->dhead, head.dlogits.columns = use->dhead_columns, head.dlogits.type = FP8_E5M2;
+    head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;
     operand_need(dev, &head.weight, true, true, Vp, C);
     head.weight.made = FP8_BOTH;
-    fp8_fix(dev, use->scales, head.dlogits.slot, dloss, FP8_E5M2);
+    fp8_fix(dev, use->scales, head.dout.slot, dloss, FP8_E5M2);
     return head;
 }

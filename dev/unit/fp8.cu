@@ -420,13 +420,16 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     Array<X> inp(dev, N * C, 22, 1.0f), bias(dev, OC, 23, 1.0f), dout(dev, N * OC, 24, 1.0f), out(dev, N * OC),
         dinp(dev, N * C);
     X* dweight = room.device<X>((int64_t)OC * C);  // not looked at
-    const Operand<X> input = linear_input(&layer.use, 0, inp.device, layer.columns, false),
-                     weight = linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes),
-                     gradient = linear_gradient(&layer.use, 0, dout.device, false);
-    const auto forward = [&] { linear_forward(dev, out.device, &input, &weight, bias.device, N, C, OC); };
-    const auto backward = [&] {
-        linear_backward(dev, dinp.device, dweight, &gradient, &input, &weight, N, C, OC, false);
-    };
+    const Linear<X, X> linear = {C,
+                                 OC,
+                                 linear_input(&layer.use, 0, inp.device, layer.columns, false),
+                                 linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes),
+                                 linear_gradient(&layer.use, 0, dout.device, false),
+                                 bias.device,
+                                 dweight,
+                                 nullptr};
+    const auto forward = [&] { linear_forward(dev, out.device, &linear, N); };
+    const auto backward = [&] { linear_backward(dev, dinp.device, &linear, N, false); };
     forward(), backward();
     const float *x = code_values(&room, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
                 *dy = code_values(&room, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2);
