@@ -2,7 +2,7 @@
 // is checked against the plain C version first. `prod` is what the trainer runs. FLOPs are the causal ones: 4 B NH T T
 // HS / 2 forward (two products over half the square), 2.5 times that backward. It prints the median of 20 runs by CUDA
 // events after 3 for warm-up, of random data; the variants take turns run by run, since a second of wgmma warms the GPU
-// enough to cost a tenth. With an argument it only checks. -DNIBBLE_HANG_REPORT ends hangs.
+// enough to cost a tenth. With an argument it only checks.
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"
@@ -146,25 +146,6 @@ static void time_shape(const Device* dev, const Variant* variants, int count, Sh
     fflush(stdout);
 }
 
-#ifdef NIBBLE_HANG_REPORT
-static int* report;
-
-static void print_report() {
-    if (report[0])
-        printf("hang: place %d, block %d, thread %d, barrier %x, parity %d\n", report[0], report[1], report[2],
-               (unsigned)report[3], report[4]);
-}
-
-static void report_hangs() {
-    check(cudaHostAlloc((void**)&report, 5 * sizeof(int), cudaHostAllocMapped));
-    memset(report, 0, 5 * sizeof(int));
-    check(cudaMemcpyToSymbol(hang_report, &report, sizeof(report)));
-    atexit(print_report);
-}
-#else
-static void report_hangs() {}
-#endif
-
 int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     static const struct {
         int T;
@@ -172,7 +153,6 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     } INPUTS[] = {{64, 1.7f}, {1, 1.7f}, {17, 1.7f}, {65, 1.7f}, {128, 1.7f}, {1000, 1.7f}, {300, 8.0f}, {500, 40.0f}};
     Device dev;
     device_open(&dev, true, 0);
-    report_hangs();
     printf("%s\n", dev.name);
     constexpr int COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
     int wrong[COUNT] = {}, count = 0;

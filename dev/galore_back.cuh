@@ -53,7 +53,7 @@ __device__ __forceinline__ void lh_back_weights(uint32_t shared, const LowBackMa
         const uint32_t full = shared + Layout::full(ring.stage),
                        to = shared + Layout::A + ring.stage * Layout::STAGE + Layout::B;
         const int row = walk.at / walk.across * LH_TILE, column = walk.at % walk.across * 64;
-        barrier_wait(shared + Layout::empty(ring.stage), ring.parity ^ 1, 3);
+        barrier_wait(shared + Layout::empty(ring.stage), ring.parity ^ 1);
         barrier_expect(full, LH_PANEL_BYTES);
         tensor_load(to, &maps->from, full, column, row, 0);
     }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void lh_back_operands(uint32_t shared, const LowBackM
         const uint32_t here = shared + Layout::HERE, full = shared + Layout::full(ring.stage),
                        to = shared + Layout::A + ring.stage * Layout::STAGE;
         if (row != present) {
-            barrier_wait(shared + Layout::DONE, free, 4);
+            barrier_wait(shared + Layout::DONE, free);
             barrier_expect(here, Layout::A);
             if (LEFT) {
                 for (int p = 0; p < 2; p++)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void lh_back_operands(uint32_t shared, const LowBackM
             }
             present = row, free ^= 1;
         }
-        barrier_wait(shared + Layout::empty(ring.stage), ring.parity ^ 1, 5);
+        barrier_wait(shared + Layout::empty(ring.stage), ring.parity ^ 1);
         barrier_expect(full, Layout::B);
         tensor_load(to, &maps->b, full, column, 0, 0);
     }
@@ -164,10 +164,10 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
         const int row = walk.at / walk.across;
         if (row != present) {
             if (present >= 0 && lane == 0) barrier_arrive(shared + Layout::DONE);
-            barrier_wait(shared + Layout::HERE, arrived, 6);
+            barrier_wait(shared + Layout::HERE, arrived);
             present = row, arrived ^= 1;
         }
-        barrier_wait(shared + Layout::full(ring.stage), ring.parity, 7);
+        barrier_wait(shared + Layout::full(ring.stage), ring.parity);
         float c[8][4];
         lh_back_multiply<LEFT, DEPTH>(c, shared, shared + Layout::A + ring.stage * Layout::STAGE, warp / 4);
         if (Layout::HOLDS && held.stage >= 0) lh_back_deliver<DEPTH>(shared, maps, sink, sums, held, &last, warp, lane);

@@ -52,7 +52,7 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
         const uint32_t q = shared + ring.stage * Kind::STAGE, g = q + Kind::G,
                        arrived = shared + Kind::full(ring.stage);
         const int k = (first + step) * Kind::DEPTH;
-        barrier_wait(shared + Kind::empty(ring.stage), ring.parity ^ 1, 1);
+        barrier_wait(shared + Kind::empty(ring.stage), ring.parity ^ 1);
         barrier_expect(arrived, Kind::STAGE);
         if (LEFT) {
             for (int p = 0; p < CHANNELS / ACROSS; p++)
@@ -96,7 +96,7 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     Ring<STAGES> ring;
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
-        barrier_wait(shared + Kind::full(ring.stage), ring.parity, 2);
+        barrier_wait(shared + Kind::full(ring.stage), ring.parity);
         lh_project_step<Kind, PARTS, LEFT>(E(), c, shared + ring.stage * Kind::STAGE, warp, lane, step > 0);
         wgmma_commit();
         if constexpr (Kind::FP32) {

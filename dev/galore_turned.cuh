@@ -65,7 +65,7 @@ __device__ __forceinline__ void lt_weights(uint32_t shared, const LowTurnedMaps*
     for (; d.more(); d.advance()) {
         const uint32_t full = shared + Layout::full(d.ring.stage),
                        to = shared + d.ring.stage * Layout::STAGE + Layout::Y;
-        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1, 1);
+        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1);
         if (d.brings_x()) {
             barrier_arrive(full);
             continue;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void lt_operands(uint32_t shared, const LowTurnedMaps
     wait_for_last();
     for (; d.more(); d.advance()) {
         const uint32_t full = shared + Layout::full(d.ring.stage), to = shared + d.ring.stage * Layout::STAGE;
-        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1, 2);
+        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1);
         barrier_expect(full, d.brings_x() ? Layout::X : Layout::Y);
         if (d.brings_x()) {
             for (int p = 0; p < 2; p++) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
     int last = -1;
     for (; d.more(); d.advance()) {
         const uint32_t stage = shared + d.ring.stage * Layout::STAGE;
-        barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity, 3);
+        barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity);
         if (d.brings_x()) {
             // Sums that are held would keep stages that the next steps need.
             if (held.stage >= 0) {

@@ -92,7 +92,7 @@ __device__ __forceinline__ void hopper_backward_queries(HopperBackwardShared<Sha
             for (int part = 0; part < 2; part++) {
                 float dq[Shape::DQ_COLUMNS / 8][4];
                 if (add) hopper_backward_dq_before<Shape>(dq, a, tile, part);
-                if (part == 0) barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2, 13);
+                if (part == 0) barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2);
                 hopper_backward_dq_product<Shape>(dq, ds_tile, k_tile, tile, part, add);
                 if (part == 1) {
                     warp_arrive(&shared.ds_empty[count % 2]);
@@ -143,9 +143,9 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_pass(HopperBackwardShared<Shape>& shared,
                                                      const HopperBackwardArguments& a, const HopperBackwardTile& tile,
                                                      int count) {
-    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 17);
+    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2);
     barrier_arrive(shared_offset(&shared.empty[count % 2]));
-    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1, 18);
+    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1);
     warp_arrive(&shared.ds_full[count % 2]);
     if (tile.query_tile != hopper_backward_last<Shape>(tile.key_tile)) return;
     warp_arrive(&shared.v_empty);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
     float s[BM / 8][4], dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     wgmma_hold(dk);
     wgmma_hold(dv);
-    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 10);
+    barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2);
     hopper_backward_tile_scores<Shape>(s, memory, tile, count, group);
     for (bool more = true;;) {
         const int stage = count % 2, part = hopper_backward_part(group, tile.sequence);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E, part);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
         hopper_backward_round<Shape>(p, s);
-        if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2, 11);
+        if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2);
         float dp[BM / 8][4];
         hopper_backward_scores_start<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES,
                                             q_tile + Shape::QUERY_BYTES);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         before = tile;
         if (!last) {
             tile.query_tile--, count++;
-            barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 14);
+            barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2);
         }
         wgmma_wait<0>();
         wgmma_hold(dv);
@@ -247,7 +247,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         barrier_arrive(shared_offset(&shared.empty[stage]));
         if (last) {
             more = hopper_backward_advance<Shape>(tile, count, shared, a, group);
-            if (more) barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 14);
+            if (more) barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2);
         }
         hopper_backward_tile_scores<Shape>(s, memory, tile, count, group);
         if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, part);

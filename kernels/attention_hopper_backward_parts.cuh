@@ -71,7 +71,7 @@ __device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_ti
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, HopperBackwardShared<Shape>& shared,
                                                      const HopperBackwardArguments& a, int sequence) {
-    barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2, 1);
+    barrier_wait(shared_offset(&shared.key_full[sequence % 2]), sequence / 2 % 2);
     int2 drawn = shared.drawn[sequence % 2];
     // One number a warp, for the compiler too.
     drawn.x = __shfl_sync(0xffffffffu, drawn.x, 0), drawn.y = __shfl_sync(0xffffffffu, drawn.y, 0);
@@ -97,18 +97,6 @@ __device__ __forceinline__ void hopper_backward_load(uint32_t to, const CUtensor
 #pragma unroll
         for (int r = 0; r < ROWS; r += 64)
             tensor_load(to + (panel * ROWS + r) * PANEL_ROW_BYTES, map, barrier, column + panel * 64, row + r, batch);
-}
-
-// Waits until *flag is `value`.
-__device__ __forceinline__ void flag_wait(const int* flag, int value, [[maybe_unused]] int place) {
-#ifdef NIBBLE_HANG_REPORT
-    const long long start = clock64();
-    while (load_acquire(flag) != value)
-        if (clock64() - start > 3000000000ll) hang(place, 0, value);
-#else
-    while (load_acquire(flag) != value) {
-    }
-#endif
 }
 
 // Finds {bh, tile of keys} of a ticket, -1 past the last one; false if the ticket has none. Level 0 is the tile of keys
@@ -159,21 +147,21 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
     constexpr int HS = Shape::HS, BM = Shape::BM, BN = Shape::BN;
     int stage = 0, parity = 0;
     for (int n = 0;; n++) {
-        barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1, 2);
+        barrier_wait(shared_offset(&shared.key_empty[n % 2]), n / 2 % 2 ^ 1);
         const int2 drawn = hopper_backward_draw<Shape>(shared, memory, n % 2, a, qkv);
         if (drawn.x < 0) return;
         const int batch = drawn.x / a.NH, column = drawn.x % a.NH * HS;
         for (int m = a.query_tiles - 1; m >= hopper_backward_last<Shape>(drawn.y); m--) {
             const uint32_t full = shared_offset(&shared.full[stage]), v_full = shared_offset(&shared.v_full);
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
-            barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1, 3);
+            barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1);
             barrier_expect(full, 2 * Shape::QUERY_BYTES + 2 * BM * 4);
             hopper_backward_load<BM, HS>(q_tile, qkv, full, column, m * BM, batch);
             hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
             if (m == a.query_tiles - 1) {
-                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1, 4);
+                barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1);
                 barrier_expect(v_full, Shape::KEY_BYTES);
                 hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.y * BN,
                                              batch);
@@ -197,7 +185,8 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
         if (!more) return;
         for (int m = tile.query_tile; m >= hopper_backward_last<Shape>(tile.key_tile); m--) {
             int* flag = a.flags + (int64_t)tile.bh * a.query_tiles + m;
-            if (one) flag_wait(flag, tile.key_tile, 5);
+            while (one && load_acquire(flag) != tile.key_tile) {
+            }
             __syncwarp();
             group_arrive(GO_BARRIER, ORDER_THREADS);
             group_sync(DONE_BARRIER, ORDER_THREADS);
@@ -471,7 +460,7 @@ __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_share(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                       const uint32_t (&ds)[Shape::BM / 16][4], int count, int part) {
-    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1, 12);
+    barrier_wait(shared_offset(&shared.ds_empty[count % 2]), count / 2 % 2 ^ 1);
     hopper_backward_store_ds<Shape>(
         memory + Shape::DS + count % 2 * Shape::DS_BYTES + part * Shape::BM * PANEL_ROW_BYTES, ds);
     fence_async();

@@ -93,7 +93,7 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
     RingPlace<Shape::STAGES> k, v;
     const auto load = [&](uint64_t* full, uint64_t* empty, RingPlace<Shape::STAGES>& place, int base, int column,
                           int row, int batch) {
-        barrier_wait(shared_offset(&empty[place.slot()]), place.parity() ^ 1, 100 + (base == Shape::V));
+        barrier_wait(shared_offset(&empty[place.slot()]), place.parity() ^ 1);
         const uint32_t barrier = shared_offset(&full[place.slot()]),
                        to = memory + base + place.slot() * Shape::KV_BYTES;
         barrier_expect(barrier, Shape::KV_BYTES);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
     };
     int index = blockIdx.x, drawn = 0;
     for (uint32_t n = 0;; n++) {
-        barrier_wait(shared_offset(&shared.q_empty[n % 2]), (n / 2 & 1) ^ 1, 102);
+        barrier_wait(shared_offset(&shared.q_empty[n % 2]), (n / 2 & 1) ^ 1);
         const uint32_t full = shared_offset(&shared.q_full[n % 2]);
         if (index >= pieces) {
             shared.piece[n % 4].last_block = -1;
@@ -338,16 +338,14 @@ struct HopperConsumer {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
     // Waits for the next tile of keys.
-    __device__ __forceinline__ void keys_ready() {
-        barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity(), 200 + warpgroup);
-    }
+    __device__ __forceinline__ void keys_ready() { barrier_wait(shared_offset(&shared.k_full[k.slot()]), k.parity()); }
     __device__ __forceinline__ uint32_t keys() const { return memory + Shape::K + k.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void keys_done() {
         release(shared_offset(&shared.k_empty[k.slot()]));
         k.step();
     }
     __device__ __forceinline__ void values_ready(uint32_t zero = 0) {
-        barrier_wait(shared_offset(&shared.v_full[v.slot()]), v.parity() ^ zero, 300 + warpgroup);
+        barrier_wait(shared_offset(&shared.v_full[v.slot()]), v.parity() ^ zero);
     }
     __device__ __forceinline__ uint32_t values() const { return memory + Shape::V + v.slot() * Shape::KV_BYTES; }
     __device__ __forceinline__ void values_done() {
@@ -359,7 +357,7 @@ struct HopperConsumer {
     }
     // Waits for the next piece's queries.
     __device__ __forceinline__ HopperForwardWalk open() {
-        barrier_wait(shared_offset(&shared.q_full[n % 2]), n / 2 & 1, 400 + warpgroup);
+        barrier_wait(shared_offset(&shared.q_full[n % 2]), n / 2 & 1);
         const int last_block = shared.piece[n % 4].last_block;
         if (last_block < 0) return {-1, 0, 0};
         const int row0 = (last_block + 1 - CONSUMERS + warpgroup) * 64, first = max(row0, 0) / Shape::BN;

@@ -311,17 +311,37 @@ inline void host_free(const Device* dev, void* pointer) {
     }
 }
 
-inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
+// Sets each byte to `value`.
+inline void device_fill(const Device* dev, void* pointer, int value, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemsetAsync(pointer, 0, (size_t)bytes, dev->stream));
+        check(cudaMemsetAsync(pointer, value, (size_t)bytes, dev->stream));
     } else {
-        memset(pointer, 0, (size_t)bytes);
+        memset(pointer, value, (size_t)bytes);
     }
+}
+
+inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
+    device_fill(dev, pointer, 0, bytes);
 }
 
 inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
+}
+
+// Returns the milliseconds that a stream takes for what `run` queues. It waits for them.
+template <typename Run>
+float stream_ms(cudaStream_t stream, const Run& run) {
+    cudaEvent_t event[2];
+    float ms;
+    for (cudaEvent_t& each : event) check(cudaEventCreate(&each));
+    check(cudaEventRecord(event[0], stream));
+    run();
+    check(cudaEventRecord(event[1], stream));
+    check(cudaEventSynchronize(event[1]));
+    check(cudaEventElapsedTime(&ms, event[0], event[1]));
+    for (cudaEvent_t each : event) check(cudaEventDestroy(each));
+    return ms;
 }
 
 // Copies between host and device, ordered on the stream and complete on return. "Device memory" may be pinned host

@@ -201,10 +201,7 @@ __global__ static void __launch_bounds__(DRAW_THREADS)
 // its text. All on the device; decode_run checks that they are below DRAW_SAMPLES and DRAW_PLACES, and V.
 inline void draw(const Device* dev, int* tokens, const float* logits, const int* samples, const int* places,
                  const DrawOptions* o, int R, int V, int Vp) {
-    if (!dev->gpu) {
-        draw_cpu(tokens, logits, samples, places, o, R, V, Vp);
-        return;
-    }
+    if (!dev->gpu) return draw_cpu(tokens, logits, samples, places, o, R, V, Vp);
 #ifdef __CUDACC__
     draw_kernel<<<R, DRAW_THREADS, 0, dev->stream>>>(tokens, logits, samples, places, *o, V, Vp);
     check_launch();

@@ -156,10 +156,8 @@ __global__ static void embedding_round_kernel(bf16* dwte, const float* dwte_sum,
 template <typename X>
 void embedding_forward(const Device* dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
     assert(C % 8 == 0);
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        embedding_forward_cpu((float*)out, tokens, (const float*)wte, (const float*)wpe, B, T, C);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return embedding_forward_cpu(out, tokens, wte, wpe, B, T, C);
     }
 #ifdef __CUDACC__
     int threads = ceil_div(C / Vec<X>::size, 32) * 32;
@@ -176,11 +174,8 @@ void embedding_backward(const Device* dev, G* dwte, G* dwpe, float* dwte_sum, co
                         const int* bucket, int buckets, int B, int T, int C, int Vp, bool accumulate) {
     assert(C % 8 == 0);
     assert(sizeof(G) == sizeof(bf16) || (const void*)dwte == (const void*)dwte_sum);
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        embedding_backward_cpu((float*)dwte, (float*)dwpe, (const float*)dout, order, bucket, buckets, B, T, C,
-                               accumulate);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return embedding_backward_cpu(dwte, dwpe, dout, order, bucket, buckets, B, T, C, accumulate);
     }
 #ifdef __CUDACC__
     int64_t positions = (int64_t)T * C;

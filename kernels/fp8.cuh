@@ -384,15 +384,13 @@ template <typename X, typename G = float>
 void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X* inp, const X* pre_gelu, G* dbias,
               float* scratch, int64_t N, int C, bool accumulate) {
     const bool finds_scale = f->use_current_scaling && to->slot != f->fixed;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
+    if constexpr (std::is_same_v<X, float>) {
         const Fp8Operand none = {nullptr, nullptr, to->slot, to->type};
         if (finds_scale) {
-            fp8_cast_cpu(f, &none, op, (const float*)inp, (const float*)pre_gelu, nullptr, N, C, false);
+            fp8_cast_cpu(f, &none, op, inp, pre_gelu, nullptr, N, C, false);
             fp8_set_scale(*f, to->slot, fp8_magnitude(f->amax[to->slot]), to->type, 0);
         }
-        fp8_cast_cpu(f, to, op, (const float*)inp, (const float*)pre_gelu, (float*)dbias, N, C, accumulate);
-        return;
+        fp8_cast_cpu(f, to, op, inp, pre_gelu, dbias, N, C, accumulate);
     }
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
@@ -449,13 +447,11 @@ inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type typ
 
 // out: (rows, cols) (+)= a b^T + bias, of codes a: (rows, depth), b: (cols, depth); bias: (cols) or NULL. Hopper's
 // tensor cores keep 14 bits of a sum; they hand it to one of fp32 every 128 terms or so, or, with `fast`, at the end.
-template <typename D, typename X = D>
-void fp8_product(const Device* dev, const Fp8* f, D* out, Fp8Factor a, Fp8Factor b, const X* bias, int64_t rows,
+template <typename D>
+void fp8_product(const Device* dev, const Fp8* f, D* out, Fp8Factor a, Fp8Factor b, const D* bias, int64_t rows,
                  int64_t cols, int64_t depth, bool fast, bool accumulate) {
-    if (!dev->gpu) {
-        assert(sizeof(D) == sizeof(float));
-        fp8_product_cpu(f, (float*)out, a, b, (const float*)bias, rows, cols, depth, accumulate);
-        return;
+    if constexpr (std::is_same_v<D, float>) {
+        if (!dev->gpu) return fp8_product_cpu(f, out, a, b, bias, rows, cols, depth, accumulate);
     }
 #ifdef __CUDACC__
     MatmulPointers pointers = {

@@ -7,8 +7,6 @@
 // and writes n. In the trainer both usually ride in a matrix product, on Hopper our own (matmul_gelu.cuh), elsewhere in
 // cuBLASLt's epilogue (matmul.cuh); these run where there is none, and when the activation is recomputed.
 #pragma once
-#include <assert.h>
-
 #include "common.cuh"
 #include "cpu_math.h"
 
@@ -49,20 +47,6 @@ __device__ inline float gelu_value(float x) {
     return x * (std::is_same_v<X, float> ? gelu_sigmoid(x) : gelu_sigmoid_fast(x));
 }
 
-// Grid ceil(n / (256 vectors)), block 256, any n. Deterministic.
-template <typename X>
-__global__ void gelu_forward_kernel(X* out, const X* inp, int64_t n) {
-    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
-    if (i + Vec<X>::size <= n) {
-        Vec<X> x = load_vec(inp + i);
-        float value[Vec<X>::size];
-        for (int j = 0; j < Vec<X>::size; j++) value[j] = gelu_value<X>(to_float(x.lane[j]));
-        store_vec(out + i, round_vec<X>(value));
-    } else {
-        for (; i < n; i++) out[i] = from_float<X>(gelu_value<X>(to_float(inp[i])));
-    }
-}
-
 // 1 - s is taken as e^-z s, which keeps its digits where s is close to 1; below z = -80, s is as good as 0.
 __device__ inline float gelu_slope(float x) {
     float e = expf(fminf(-x * fmaf(GELU_CUBIC, x * x, GELU_LINEAR), 80.0f));
@@ -81,47 +65,50 @@ __device__ inline float gelu_slope_of(float x) {
     return std::is_same_v<X, float> ? gelu_slope(x) : gelu_slope_fast(x);
 }
 
-// Grid ceil(n / (256 vectors)), block 256, any n, d in place. Deterministic.
-template <typename X>
-__global__ void gelu_backward_inplace_kernel(X* d, const X* inp, int64_t n) {
-    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * Vec<X>::size;
-    if (i + Vec<X>::size <= n) {
-        Vec<X> x = load_vec(inp + i), g = load_vec(d + i);
-        float value[Vec<X>::size];
-        for (int j = 0; j < Vec<X>::size; j++) value[j] = to_float(g.lane[j]) * gelu_slope_of<X>(to_float(x.lane[j]));
-        store_vec(d + i, round_vec<X>(value));
+// out = gelu(inp) or, BACKWARD, out *= gelu'(inp). Grid ceil(n / (256 vectors)), block 256, any n. Deterministic.
+template <typename X, bool BACKWARD>
+__global__ void gelu_kernel(X* out, const X* inp, int64_t n) {
+    constexpr int size = Vec<X>::size;
+    const auto value = [](X d, X x) {
+        return BACKWARD ? to_float(d) * gelu_slope_of<X>(to_float(x)) : gelu_value<X>(to_float(x));
+    };
+    int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * size;
+    if (i + size <= n) {
+        Vec<X> x = load_vec(inp + i), d = BACKWARD ? load_vec(out + i) : x;
+        float values[size];
+        for (int j = 0; j < size; j++) values[j] = value(d.lane[j], x.lane[j]);
+        store_vec(out + i, round_vec<X>(values));
     } else {
-        for (; i < n; i++) d[i] = from_float<X>(to_float(d[i]) * gelu_slope_of<X>(to_float(inp[i])));
+        for (; i < n; i++) out[i] = from_float<X>(value(BACKWARD ? out[i] : inp[i], inp[i]));
     }
+}
+
+template <bool BACKWARD, typename X>
+void gelu_launch(const Device* dev, X* out, const X* inp, int64_t n) {
+    if (n == 0) return;
+    gelu_kernel<X, BACKWARD><<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp, n);
+    check_launch();
 }
 #endif
 
 // out, inp: (n)
 template <typename X>
 void gelu_forward(const Device* dev, X* out, const X* inp, int64_t n) {
-    if (n == 0) return;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        gelu_forward_cpu((float*)out, (const float*)inp, n);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return gelu_forward_cpu(out, inp, n);
     }
 #ifdef __CUDACC__
-    gelu_forward_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp, n);
-    check_launch();
+    gelu_launch<false>(dev, out, inp, n);
 #endif
 }
 
 // d: (n), in: the gradient of gelu(inp), out: that of inp.
 template <typename X>
 void gelu_backward_inplace(const Device* dev, X* d, const X* inp, int64_t n) {
-    if (n == 0) return;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        gelu_backward_inplace_cpu((float*)d, (const float*)inp, n);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return gelu_backward_inplace_cpu(d, inp, n);
     }
 #ifdef __CUDACC__
-    gelu_backward_inplace_kernel<<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(d, inp, n);
-    check_launch();
+    gelu_launch<true>(dev, d, inp, n);
 #endif
 }

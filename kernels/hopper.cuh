@@ -74,31 +74,9 @@ __device__ __forceinline__ void barrier_init_done() {
     fence_async();
 }
 
-#ifdef NIBBLE_HANG_REPORT
-// In test builds (-DNIBBLE_HANG_REPORT) a wait of two seconds writes {place, block, thread, barrier, parity} here, in
-// the host's pinned memory, which outlives the trap that follows.
-static __device__ int* hang_report;
-
-static __device__ __noinline__ void hang(int place, uint32_t barrier, uint32_t parity) {
-    if (hang_report) {
-        hang_report[1] = blockIdx.x, hang_report[2] = threadIdx.x;
-        hang_report[3] = (int)barrier, hang_report[4] = (int)parity, hang_report[0] = place;
-        __threadfence_system();
-    }
-    __trap();
-}
-#endif
-
-// `place` names the waiting code in a test build.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] int place = 0) {
-#ifdef NIBBLE_HANG_REPORT
-    const long long start = clock64();
-    while (!barrier_passed(barrier, parity))
-        if (clock64() - start > 3000000000ll) hang(place, barrier, parity);
-#else
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     while (!barrier_passed(barrier, parity)) {
     }
-#endif
 }
 
 // A place in a ring of stages in shared memory, and the parity of its present round.

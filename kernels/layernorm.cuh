@@ -500,11 +500,8 @@ template <typename X>
 void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
                                 const X* inp2, const X* weight, const X* bias, int64_t N, int C,
                                 [[maybe_unused]] const Fp8Codes& codes = {}) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        residual_layernorm_forward_cpu((float*)residual, (float*)out, mean, rstd, (const float*)inp1,
-                                       (const float*)inp2, (const float*)weight, (const float*)bias, N, C);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return residual_layernorm_forward_cpu(residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
     }
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
@@ -554,11 +551,10 @@ void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dco
                         const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
                         bool accumulate, [[maybe_unused]] const Fp8Codes& codes = {}) {
     assert(C % 8 == 0 && C <= 12288 && N > 0);
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        layernorm_backward_cpu((float*)dinp, (float*)dweight, (float*)dbias, (float*)dcolumns, (const float*)dout,
-                               (const float*)inp, (const float*)weight, mean, rstd, N, C, accumulate);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu)
+            return layernorm_backward_cpu(dinp, dweight, dbias, dcolumns, dout, inp, weight, mean, rstd, N, C,
+                                          accumulate);
     }
 #ifdef __CUDACC__
     int blocks = 0;

@@ -122,24 +122,17 @@ __global__ void __launch_bounds__(256, MATMUL_BIAS_BLOCKS)
 template <typename X>
 void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const X* weight, const X* bias, int64_t N,
                     int C, int OC) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        matmul_forward_cpu((float*)out, (float*)pre_gelu, (const float*)inp, (const float*)weight, (const float*)bias,
-                           N, C, OC);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return matmul_forward_cpu(out, pre_gelu, inp, weight, bias, N, C, OC);
     }
 #ifdef __CUDACC__
     cublasLtEpilogue_t plain = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     if constexpr (std::is_same_v<X, bf16>) {
-        if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C)) {
-            matmul_gelu_forward(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
-            return;
-        }
-    }
-    if (pre_gelu && std::is_same_v<X, bf16>) {
+        if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C))
+            return matmul_gelu_forward(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
         cublasLtEpilogue_t gelu = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         MatmulPointers fused = {weight, inp, out, bias, pre_gelu};
-        if (matmul_launch<X, X>(dev, &fused, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, gelu, false)) return;
+        if (pre_gelu && matmul_launch<X, X>(dev, &fused, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, gelu, false)) return;
     }
     MatmulPointers pointers = {weight, inp, pre_gelu ? pre_gelu : out, bias, nullptr};
     if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
@@ -151,10 +144,8 @@ void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const 
 // dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
 template <typename X>
 void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, int64_t N, int C, int OC) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        matmul_backward_input_cpu((float*)dinp, (const float*)dout, (const float*)weight, N, C, OC);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
     }
 #ifdef __CUDACC__
     MatmulPointers pointers = {weight, dout, dinp, nullptr, nullptr};
@@ -168,10 +159,8 @@ void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* w
 template <typename X, typename G>
 void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const X* inp, int64_t N, int C, int OC,
                             bool accumulate) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        matmul_backward_weight_cpu((float*)dweight, (const float*)dout, (const float*)inp, N, C, OC, accumulate);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return matmul_backward_weight_cpu(dweight, dout, inp, N, C, OC, accumulate);
     }
 #ifdef __CUDACC__
     MatmulPointers pointers = {inp, dout, dweight, nullptr, nullptr};
@@ -191,10 +180,8 @@ template <typename X, typename G>
 void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* dout, int64_t N, int OC,
                           bool accumulate) {
     assert(OC % 8 == 0);
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        column_sum_cpu((float*)dbias, (const float*)dout, N, OC, accumulate);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return column_sum_cpu(dbias, dout, N, OC, accumulate);
     }
 #ifdef __CUDACC__
     int slices = matmul_bias_slices<X>(dev, OC);
@@ -217,19 +204,14 @@ inline int64_t matmul_backward_gelu_scratch_bytes(const Device* dev, int64_t N, 
 template <typename X, typename G>
 void matmul_backward_gelu(const Device* dev, X* dinp, G* dbias, float* scratch, const X* dout, const X* weight,
                           const X* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
-        matmul_backward_gelu_cpu((float*)dinp, (float*)dbias, (const float*)dout, (const float*)weight,
-                                 (const float*)pre_gelu, N, C, OC, accumulate);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        if (!dev->gpu) return matmul_backward_gelu_cpu(dinp, dbias, dout, weight, pre_gelu, N, C, OC, accumulate);
     }
 #ifdef __CUDACC__
     bool fused = false;
     if constexpr (std::is_same_v<X, bf16>) {
-        if (matmul_gelu_fits(dev, N, C, OC)) {
-            matmul_gelu_backward(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
-            return;
-        }
+        if (matmul_gelu_fits(dev, N, C, OC))
+            return matmul_gelu_backward(dev, dinp, dbias, scratch, dout, weight, pre_gelu, N, C, OC, accumulate);
         MatmulPointers pointers = {weight, dout, dinp, nullptr, pre_gelu};
         fused = matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DGELU, false);
     }

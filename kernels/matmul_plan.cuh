@@ -105,22 +105,13 @@ inline void matmul_run(const Device* dev, const MatmulPlan* plan, const MatmulPo
                          dev->stream));
 }
 
-// Uniform in [-scale, scale), others for each seed. Grid ceil(n / 256), block 256.
-__global__ static void matmul_fill_kernel(bf16* values, int64_t n, float scale, uint32_t seed) {
+// Random bits, of which `keep` stay, and those of `set` are set. Grid ceil(words / 256), block 256.
+__global__ static void matmul_fill_kernel(uint32_t* to, int64_t words, uint32_t keep, uint32_t set, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
+    if (i >= words) return;
     uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    values[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
-}
-
-// Codes of fp8 between a half and one, of either sign, whether they are e4m3 or e5m2. Grid ceil(n / 256), block 256.
-__global__ static void matmul_fill_fp8_kernel(uint8_t* codes, int64_t n, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    codes[i] = (uint8_t)((z >> 56 & 0x87) | 0x30);
+    to[i] = ((uint32_t)(z >> 32) & keep) | set;
 }
 
 // sum += a hash of every word and its place. Integers: the order does not matter. Grid any, block 256.
@@ -143,13 +134,12 @@ struct MatmulTrial {
     bool sums;          // also with beta = 1, as a weight's gradient is added to
 };
 
-inline void matmul_fill(const Device* dev, bf16* values, int64_t n, float scale, uint32_t seed) {
-    matmul_fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
-    check_launch();
-}
-
-inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t seed) {
-    matmul_fill_fp8_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>((uint8_t*)codes, n, seed);
+// Fills an operand with values of either sign: of 16 bits from a half to two, or, fp8, codes from a half to one,
+// whether they are e4m3 or e5m2.
+inline void matmul_fill(const Device* dev, const void* to, int64_t bytes, bool fp8, uint32_t seed) {
+    const int64_t words = bytes / 4;
+    matmul_fill_kernel<<<(unsigned)ceil_div(words, 256), 256, 0, dev->stream>>>(
+        (uint32_t*)to, words, fp8 ? 0x87878787u : 0x80ff80ffu, fp8 ? 0x30303030u : 0x3f003f00u, seed);
     check_launch();
 }
 
@@ -160,31 +150,17 @@ inline MatmulTrial matmul_trial(const Device* dev, const MatmulShape* s, const M
     const int64_t outputs = s->m * s->n, bytes = outputs * (s->output == CUDA_R_32F ? 4 : 2);
     MatmulTrial trial = {*used, (unsigned long long*)memory, bytes, writes_aux ? outputs * 2 : 0,
                          s->epilogue == CUBLASLT_EPILOGUE_DEFAULT};
-    if (matmul_is_fp8(s)) {
+    const bool fp8 = matmul_is_fp8(s);
+    if (fp8) {
         const float one = 1.0f;
         trial.pointers.scale_a = trial.pointers.scale_b = (float*)(memory + 64);
         copy_to_device(dev, memory + 64, &one, sizeof(one));
-        matmul_fill_fp8(dev, (void*)used->a, s->m * s->k, 0);
-        matmul_fill_fp8(dev, (void*)used->b, s->k * s->n, 1);
-    } else {
-        matmul_fill(dev, (bf16*)used->a, s->m * s->k, 1.0f, 0);
-        matmul_fill(dev, (bf16*)used->b, s->k * s->n, 1.0f, 0);
     }
-    if (used->bias) matmul_fill(dev, (bf16*)used->bias, s->m * bytes / outputs / 2, 1.0f, 0);
-    if (used->aux && !writes_aux) matmul_fill(dev, (bf16*)used->aux, outputs, 1.0f, 0);
+    matmul_fill(dev, used->a, s->m * s->k * (fp8 ? 1 : 2), fp8, 0);
+    matmul_fill(dev, used->b, s->k * s->n * (fp8 ? 1 : 2), fp8, 1);
+    if (used->bias) matmul_fill(dev, used->bias, s->m * bytes / outputs, false, 0);
+    if (used->aux && !writes_aux) matmul_fill(dev, used->aux, outputs * 2, false, 0);
     return trial;
-}
-
-// Milliseconds of one run.
-inline float matmul_time(const Device* dev, const MatmulPlan* plan, const MatmulPointers* pointers,
-                         const cublasLtMatmulAlgo_t* algorithm, const cudaEvent_t event[2]) {
-    check(cudaEventRecord(event[0], dev->stream));
-    matmul_run(dev, plan, pointers, algorithm, false);
-    check(cudaEventRecord(event[1], dev->stream));
-    check(cudaEventSynchronize(event[1]));
-    float ms;
-    check(cudaEventElapsedTime(&ms, event[0], event[1]));
-    return ms;
 }
 
 // A hash of what a product has written.
@@ -223,22 +199,17 @@ inline MatmulBits matmul_bits(const Device* dev, const MatmulPlan* plan, const M
 inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMatmulAlgo_t* algorithm, int count,
                           const MatmulTrial* trial) {
     matmul_point(plan, &trial->pointers);
-    cudaEvent_t event[2];
-    check(cudaEventCreate(&event[0]));
-    check(cudaEventCreate(&event[1]));
     MatmulBits first = {};
     float best = INFINITY;
     for (int i = 0; i < count; i++) {
         MatmulBits own = matmul_bits(dev, plan, trial, &algorithm[i]);
         if (i == 0) first = own;
         if (own.product != first.product || own.sum != first.sum) continue;
+        const auto run = [&] { matmul_run(dev, plan, &trial->pointers, &algorithm[i], false); };
         float ms = INFINITY;
-        for (int run = 0; run < 4; run++)
-            ms = fminf(ms, matmul_time(dev, plan, &trial->pointers, &algorithm[i], event));
+        for (int j = 0; j < 4; j++) ms = fminf(ms, stream_ms(dev->stream, run));
         if (ms < best) best = ms, plan->algorithm = algorithm[i];
     }
-    check(cudaEventDestroy(event[0]));
-    check(cudaEventDestroy(event[1]));
 }
 
 // Takes cuBLASLt's first proposal, or for a large product in a warm-up the best that a search finds. It asks for as

@@ -122,15 +122,13 @@ inline void matmul_product_parts(const Device* dev, const MatmulProduct* p, floa
 template <typename X, typename D>
 void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c) {
     if (p->batch == 0) return;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
-        matmul_product_cpu(p, (float*)d, (const float*)a, (const float*)b, (const float*)c);
-        return;
+    if constexpr (std::is_same_v<X, float> && std::is_same_v<D, float>) {
+        if (!dev->gpu) return matmul_product_cpu(p, d, a, b, c);
+#ifdef __CUDACC__
+        if (p->parts) return matmul_product_parts(dev, p, d, a, b, c);
+#endif
     }
 #ifdef __CUDACC__
-    if constexpr (std::is_same_v<X, float> && std::is_same_v<D, float>) {
-        if (p->parts) return matmul_product_parts(dev, p, d, a, b, c);
-    }
     matmul_product_gpu<X, D>(dev, p, d, a, b, c, false);
 #endif
 }

@@ -235,17 +235,13 @@ template <typename X, typename D>
 void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const PackedMatrix* packed, const X* bias,
                  bool gelu, int N, int C, int OC) {
     assert(C % 64 == 0 && OC % 64 == 0);
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
-        if (packed && (N <= PACKED_ROWS || !weight)) {
-            matmul_rows_cpu((float*)out, (const float*)inp, packed, (const float*)bias, N);
-        } else {
-            matmul_forward_cpu((float*)out, nullptr, (const float*)inp, (const float*)weight, (const float*)bias, N, C,
-                               OC);
-        }
-        if (gelu) gelu_forward_cpu((float*)out, (const float*)out, (int64_t)N * OC);
-        return;
+    if constexpr (std::is_same_v<X, float>) {
+        const bool panels = packed && (N <= PACKED_ROWS || !weight);
+        if (!dev->gpu && panels) matmul_rows_cpu(out, inp, packed, bias, N);
+        if (!dev->gpu && !panels) matmul_forward_cpu(out, nullptr, inp, weight, bias, N, C, OC);
+        if (!dev->gpu && gelu) gelu_forward_cpu(out, out, (int64_t)N * OC);
     }
+    if (!dev->gpu) return;
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, float>) {
         dim3 grid(OC / 8, N);

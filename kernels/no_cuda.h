@@ -36,12 +36,8 @@ struct dim3 {
 struct cudaIpcMemHandle_t {
     char reserved[64];
 };
-struct cudaUUID_t {
-    char bytes[16];
-};
 struct cudaDeviceProp {
     char name[256];
-    cudaUUID_t uuid;
     size_t totalGlobalMem, sharedMemPerBlockOptin;
     int major, minor, multiProcessorCount;
 };

@@ -59,10 +59,7 @@ void gather_rows(const Device* dev, X* out, const X* inp, const int* places, int
 // losses, likeliest, targets: (R); logits: (R, Vp)
 inline void score(const Device* dev, float* losses, int* likeliest, float* logits, const int* targets, int64_t R, int V,
                   int Vp) {
-    if (!dev->gpu) {
-        score_cpu(losses, likeliest, logits, targets, R, V, Vp);
-        return;
-    }
+    if (!dev->gpu) return score_cpu(losses, likeliest, logits, targets, R, V, Vp);
 #ifdef __CUDACC__
     likeliest_kernel<<<(unsigned)R, CLASSIFIER_THREADS, 0, dev->stream>>>(likeliest, logits, targets, V, Vp);
     check_launch();

@@ -251,38 +251,12 @@ TEST(exchange_peers_flush) {
     }
 }
 
-// Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
-TEST(exchange_own_card) {
-    const auto same_card = [](Launch* launch) {
-        GpuCard card = {"a machine", {}};
-        card.gpu.bytes[15] = (char)(launch->rank == 2 ? 1 : launch->rank);
-        comm_require_own_card(launch, &card);
-    };
-    const auto own_card = [](Launch* launch) {
-        GpuCard card = {"a machine", {}};
-        card.machine[0] = (char)('a' + launch->rank % 2);
-        card.gpu.bytes[15] = (char)(launch->rank / 2);
-        comm_require_own_card(launch, &card);
-    };
-    expect_ranks(test, 4, own_card);
-    expect_ranks(test, 3, same_card, 2, "ranks 1 and 2 have the same GPU of the same machine");
-}
-
 // The sentence has the whole option that differs, whatever its value has.
 TEST(exchange_same_options) {
     const auto other_prompt = [](Launch* launch) {
         comm_require_same(launch, text_kept("--a 1\1--prompt 'x --lr %d'\1--b 2\1", launch->rank), "");
     };
     expect_ranks(test, 2, other_prompt, 2, ": --prompt 'x --lr 1', and rank 0 --prompt 'x --lr 0'; start all alike");
-}
-
-TEST(exchange_own_card_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    const auto first_gpu = [](Launch* launch) {
-        test_device(true);
-        comm_require_own_gpu(launch);
-    };
-    expect_ranks(test, 2, first_gpu, 2, "ranks 0 and 1 have the same GPU of the same machine");
 }
 
 TEST(exchange_peers_gpu) {

@@ -344,94 +344,40 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 // Opening.
 
 // Connects by a first exchange, so that failures show at the start and the memory plan knows what NCCL allocates, and
-// checks that bytes arrive as they were sent.
-inline void comm_try(const Comm* comm, double patience) {
-    constexpr int PIECE = 256;
-    int64_t half = (int64_t)comm->world * PIECE;
-    unsigned char *host = (unsigned char*)memory_take(2 * half),
-                  *device = (unsigned char*)device_alloc(comm->dev, 2 * half);
-    CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
-    for (int r = 0; r < comm->world; r++) {
-        memset(host + r * PIECE, 1 + (comm->rank * 7 + r) % 251, PIECE);  // to rank r
-        pieces[r] = {device + r * PIECE, PIECE};
-        pieces[comm->world + r] = {device + half + r * PIECE, PIECE};
+// checks that bytes arrive as they were sent. On GPUs it sends 32 MiB each way, spread over all other ranks, and
+// measures the rate of the slowest rank: the best of a few exchanges, on an idle device.
+inline void comm_try(Comm* comm, double patience) {
+    const Device* dev = comm->dev;
+    const int64_t world = comm->world, piece = dev->gpu ? (32 << 20) / (world - 1) / 256 * 256 : 256;
+    unsigned char* memory = (unsigned char*)device_alloc(dev, 2 * world * piece);
+    CommPiece *sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), *receives = sends + world;
+    for (int r = 0; r < world; r++) {
+        sends[r] = {memory + r * piece, piece}, receives[r] = {memory + (world + r) * piece, piece};
+        device_fill(dev, sends[r].data, 1 + (comm->rank * 7 + r) % 251, piece);
     }
-    copy_to_device(comm->dev, device, host, half);
+    device_sync(dev);
     watchdog_arm(comm->launch, "first exchange; try NCCL_P2P_DISABLE=1 in the environment", patience);
-    comm_exchange(comm, pieces, pieces + comm->world);
-    if (!comm->stand_in) check(cudaStreamSynchronize(comm->stream));
+    comm_exchange(comm, sends, receives);
+    if (dev->gpu) check(cudaStreamSynchronize(comm->stream));
     watchdog_disarm(comm->launch);
-    copy_to_host(comm->dev, host, device, 2 * half);
-    for (int r = 0; r < comm->world; r++) {
-        bool came = r == comm->rank || host[half + r * PIECE + PIECE - 1] == 1 + (r * 7 + comm->rank) % 251;
-        if (came) continue;
+    for (int r = 0; r < world; r++) {
+        unsigned char last;
+        copy_to_host(dev, &last, (unsigned char*)receives[r].data + piece - 1, 1);
+        if (r == comm->rank || last == 1 + (r * 7 + comm->rank) % 251) continue;
         user_error(
             "what rank %d sends to rank %d does not arrive as it was sent; try NCCL_P2P_DISABLE=1 in the "
             "environment, and look at the machine's IOMMU",
             r, comm->rank);
     }
-    device_free(comm->dev, device);
-    free(pieces), free(host);
-}
-
-// Measures the rate of exchanges of 32 MiB each way, spread over all other ranks: the best of a few, on an idle device.
-inline double comm_rate(const Comm* comm) {
-    const int64_t piece = (32 << 20) / (comm->world - 1) / 256 * 256;
-    CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
-    char* memory = (char*)device_alloc(comm->dev, 2 * (comm->world - 1) * piece);
     double seconds = INFINITY;
-    cudaEvent_t event[2];
-    for (cudaEvent_t& each : event) check(cudaEventCreate(&each));
-    for (int r = 0, at = 0; r < comm->world; r++) {
-        if (r == comm->rank) continue;
-        pieces[r] = {memory + at++ * piece, piece};
-        pieces[comm->world + r] = {memory + at++ * piece, piece};
+    for (int run = 0; run < 5 && dev->gpu; run++) {
+        seconds = fmin(seconds, 1e-3 * stream_ms(comm->stream, [&] { comm_exchange(comm, sends, receives); }));
     }
-    for (int run = 0; run < 5; run++) {
-        float ms;
-        check(cudaEventRecord(event[0], comm->stream));
-        comm_exchange(comm, pieces, pieces + comm->world);
-        check(cudaEventRecord(event[1], comm->stream));
-        check(cudaEventSynchronize(event[1]));
-        check(cudaEventElapsedTime(&ms, event[0], event[1]));
-        seconds = fmin(seconds, 1e-3 * ms);
-    }
-    for (cudaEvent_t each : event) check(cudaEventDestroy(each));
-    device_free(comm->dev, memory);
-    free(pieces);
+    device_free(dev, memory);
+    free(sends);
+    if (!dev->gpu) return;
     launch_all_reduce(comm->launch, &seconds, 1, LAUNCH_MAX);
-    return (double)((comm->world - 1) * piece) / seconds;
-}
-
-// Identifies a GPU among those of all machines.
-struct GpuCard {
-    char machine[64];
-    cudaUUID_t gpu;
-};
-
-// Refuses two ranks on one GPU, which would work at half the speed each.
-inline void comm_require_own_card(const Launch* launch, const GpuCard* own) {
-    GpuCard* card = (GpuCard*)memory_zero((size_t)launch->world, sizeof(GpuCard));
-    launch_gather(launch, own, sizeof(*own), card);
-    for (int r = 0; r < launch->rank; r++) {
-        if (memcmp(&card[r], own, sizeof(*own)) != 0) continue;
-        user_error(
-            "ranks %d and %d have the same GPU of the same machine; start one rank a GPU, or show each its own by "
-            "CUDA_VISIBLE_DEVICES",
-            r, launch->rank);
-    }
-    free(card);
-}
-
-inline void comm_require_own_gpu(const Launch* launch) {
-    int device;
-    cudaDeviceProp properties;
-    GpuCard own = {};
-    check(cudaGetDevice(&device));
-    check(cudaGetDeviceProperties(&properties, device));
-    peer_machine(own.machine);
-    own.gpu = properties.uuid;
-    comm_require_own_card(launch, &own);
+    comm->rate = (double)((world - 1) * piece) / seconds;
 }
 
 inline void nccl_join(Comm* comm) {
@@ -462,7 +408,6 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
     comm_try(comm, patience);
-    comm->rate = comm_rate(comm);
     comm->bytes = memory_used(dev) - before;
 }
 

@@ -85,7 +85,6 @@ struct Shard {
 inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard) {
     const char* const modes[] = {"none", "states", "grads", "weights"};  // as ShardMode numbers them
     if (launch->world == 1) return nullptr;
-    if (dev->gpu) comm_require_own_gpu(launch);
     comm_open(&s->comm, launch, dev);
     for (int i = 0; i < 4; i++) {
         if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
