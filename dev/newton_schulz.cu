@@ -1,10 +1,10 @@
 // Muon's Newton-Schulz of all hidden matrices of GPT-2 124M and 1558M, five steps, batched over the matrices of a
 // shape: the plain form with cuBLASLt in bf16; the Gram form (optim/matrix/newton_schulz.cuh) in fp16 with cuBLASLt;
-// and with the kernel of kernels/matmul_symmetric.cuh, a launch for each product and one launch, which is what the
-// optimizer runs. First each variant's result is checked against float64. Then the variants take turns, after half a
-// second of products, since a card draws all its power then and its clock depends on what ran before; the operands are
-// renewed, untimed, before each run. flop: what the form needs, symmetric results by halves where the variant takes
-// them so; the ceiling is cuBLASLt's bf16 product of 8192^3 in the same run.
+// and with the kernel of kernels/matmul_symmetric.cuh, which is what the optimizer runs. First each variant's result is
+// checked against float64. Then the variants take turns, after half a second of products, since a card draws all its
+// power then and its clock depends on what ran before; the operands are renewed, untimed, before each run. flop: what
+// the form needs, symmetric results by halves where the variant takes them so; the ceiling is cuBLASLt's bf16 product
+// of 8192^3 in the same run.
 //   make build/dev/newton_schulz && ./build/dev/newton_schulz
 #include "../optim/matrix/newton_schulz.cuh"
 #include "double.h"
@@ -104,21 +104,13 @@ constexpr int64_t SQUARES = 4;  // for each matrix
 struct Matrices {
     int64_t rows, cols, count;
     void *given, *x, *y, *squares;
-    int* counts;  // room for those of three shapes
 };
 
 static Matrices matrices_open(Room* room, int64_t rows, int64_t cols, int64_t count) {
     const int64_t side = rows < cols ? rows : cols, n = rows * cols * count;
     bf16* buffer[3];
     for (bf16*& b : buffer) b = room->device<bf16>(n);
-    return {rows,
-            cols,
-            count,
-            buffer[0],
-            buffer[1],
-            buffer[2],
-            room->device<bf16>(SQUARES * side * side * count),
-            room->device<int>(6 * count + 1)};
+    return {rows, cols, count, buffer[0], buffer[1], buffer[2], room->device<bf16>(SQUARES * side * side * count)};
 }
 
 // Each runs n shapes, and leaves the results in x.
@@ -142,18 +134,12 @@ static void run_library(const Device* dev, const OptimConfig* config, Matrices* 
     };
     for (int i = 0; i < n; i++) run_each(config, product, &m[i]);
 }
-static void run_apart(const Device* dev, const OptimConfig* config, Matrices* m, int n) {
-    auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
-        symmetric_product(dev, p, d, a, b, c, m->counts);
-    };
-    for (int i = 0; i < n; i++) run_each(config, product, &m[i]);
-}
 static void run_ours(const Device* dev, const OptimConfig* config, Matrices* m, int n) {
-    PolarBatch batch[3];
-    for (int i = 0; i < n; i++)
-        batch[i] = {(__half*)m[i].x, (__half*)m[i].y, (__half*)m[i].squares, m[i].rows, m[i].cols, m[i].count};
-    newton_schulz_gpu(dev, config, batch, n, m->counts);
-    for (int i = 0; i < n; i++) m[i].x = batch[i].x;
+    for (int i = 0; i < n; i++) {
+        const PolarBatch batch = {(__half*)m[i].x, (__half*)m[i].y, (__half*)m[i].squares,
+                                  m[i].rows,       m[i].cols,       m[i].count};
+        m[i].x = newton_schulz_gpu(dev, config, &batch);
+    }
 }
 
 // flop of a matrix of sides m <= n.
@@ -176,8 +162,7 @@ struct Variant {
 static const Variant VARIANTS[] = {
     {"plain, cuBLASLt, bf16", false, run_plain, flop_plain},
     {"Gram form, cuBLASLt, fp16", true, run_library, flop_library},
-    {"our kernel, a launch for a product", true, run_apart, flop_ours},
-    {"prod: our kernel, one launch", true, run_ours, flop_ours},
+    {"prod: our kernel", true, run_ours, flop_ours},
 };
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
 
@@ -209,9 +194,9 @@ static bool polar_is_right(const Device* dev, const char* coefficients, int rows
             error[i] = isnan(error[i]) || e <= error[i] ? error[i] : e;
         }
     }
-    const bool right = error[0] < 0.1 && error[1] < 0.2 && error[2] == error[3] && error[3] <= 2.0 * error[0];
+    const bool right = error[0] < 0.1 && error[1] < 0.2 && error[2] <= 2.0 * error[0];
     printf("%4d x %4d, %-14s: off float64 by %.2g (plain, bf16), %.2g (Gram, library), %.2g (prod)  %s\n", rows, cols,
-           coefficients, error[0], error[1], error[3], right ? "ok" : "WRONG");
+           coefficients, error[0], error[1], error[2], right ? "ok" : "WRONG");
     return right;
 }
 

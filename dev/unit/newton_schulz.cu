@@ -159,13 +159,12 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
     }
     __half *x = halves_on(&room, a, na), *y = p->symmetric ? x : halves_on(&room, b, nb), *z = halves_on(&room, c, n);
     __half* d = room.device<__half>(n);
-    int* counts = room.device<int>(BATCH + 1);
     symmetric_product_cpu(p, want, a, p->symmetric ? a : b, c);
     SymmetricProduct alone = *p;
     alone.batch = 1;
     for (int run = 0; run < 2; run++) {
         check(cudaMemset(d, 0xff, (size_t)n * 2));
-        symmetric_product(dev, run ? &alone : p, d, x, y, p->beta != 0.0f ? z : nullptr, counts);
+        symmetric_product(dev, run ? &alone : p, d, x, y, p->beta != 0.0f ? z : nullptr);
         device_sync(dev);
         const __half* bits = room.to_host(d, n);
         for (int64_t i = 0; i < n; i++) (run ? one : got)[i] = __half2float(bits[i]);
@@ -200,78 +199,4 @@ OPERATOR_TEST(symmetric_product_gpu) {
     }
 }
 
-// Shapes whose products one launch makes, or several, or the library in part: results have the bits of a launch for
-// each product, whatever ran before in the same room.
-static const struct ChainCase {
-    const char* what;
-    int64_t steps;
-    int multiprocessors;   // 0: all
-    int64_t shapes[4][3];  // rows, cols, count
-} chain_cases[] = {
-    {"one shape", 5, 0, {{768, 768, 3}}},
-    {"three shapes in a launch", 5, 0, {{768, 768, 8}, {768, 3072, 2}, {3072, 768, 2}}},
-    {"five blocks", 5, 5, {{520, 520, 2}, {520, 1288, 1}, {1288, 520, 3}}},
-    {"more products than a launch takes", 30, 0, {{456, 456, 5}, {776, 1024, 1}, {512, 512, 2}}},
-    {"more maps", 5, 0, {{456, 776, 2}, {776, 456, 1}, {512, 640, 1}, {640, 512, 1}}},
-    {"two shapes of the library", 5, 0, {{64, 512, 2}, {768, 768, 2}, {64, 64, 1}, {520, 1288, 1}}},
-};
-
-// Noise of norm POLAR_SCALE on the device, and room for its steps.
-static PolarBatch chain_open(Room* room, const int64_t* shape) {
-    const int64_t rows = shape[0], cols = shape[1], side = rows < cols ? rows : cols, n = rows * cols * shape[2];
-    float* noise = room->host<float>(n);
-    for (int64_t i = 0; i < n; i++)
-        noise[i] = (float)((double)POLAR_SCALE * sqrt(3.0 / (double)(rows * cols)) * test_uniform(5, i));
-    return {halves_on(room, noise, n),
-            room->device<__half>(n),
-            room->device<__half>(polar_squares(rows, cols) * side * side * shape[2]),
-            rows,
-            cols,
-            shape[2]};
-}
-
-static void check_chain(Test* test, Device dev, const ChainCase* its) {
-    const OptimConfig config = form_config("polar-express", its->steps);
-    if (its->multiprocessors) dev.sm_count = its->multiprocessors;
-    Room room(&dev);
-    int* counts = room.device<int>(64);
-    auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
-        symmetric_product(&dev, p, d, a, b, c, counts);
-    };
-    PolarBatch given[4], now[4];
-    const __half* want[4];
-    int n = 0;
-    for (; n < 4 && its->shapes[n][2] > 0; n++) {
-        const PolarBatch of = given[n] = chain_open(&room, its->shapes[n]), to = chain_open(&room, its->shapes[n]);
-        const int64_t side = of.rows < of.cols ? of.rows : of.cols;
-        const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of.count};
-        const bool gram_form = of.rows != of.cols && symmetric_product_fits(&dev, &multiply);
-        const __half* x = newton_schulz_symmetric<__half>(&config, product, to.x, to.y, to.squares, of.rows, of.cols,
-                                                          of.count, POLAR_SCALE, gram_form);
-        want[n] = room.to_host(x, of.rows * of.cols * of.count);
-    }
-    __half* x[4];
-    for (int i = 0; i < n; i++) x[i] = room.device<__half>(given[i].rows * given[i].cols * given[i].count);
-    for (int run = 0; run < 20; run++) {
-        Room own(&dev);
-        for (int i = 0; i < n; i++) {
-            now[i] = given[i], now[i].x = x[i];
-            check(cudaMemcpyAsync(x[i], given[i].x, (size_t)(now[i].rows * now[i].cols * now[i].count) * 2,
-                                  cudaMemcpyDeviceToDevice, dev.stream));
-        }
-        newton_schulz_gpu(&dev, &config, now, n, counts);
-        for (int i = 0; i < n; i++) {
-            const int64_t elements = now[i].rows * now[i].cols * now[i].count;
-            const __half* got = own.to_host(now[i].x, elements);
-            expect(memcmp(got, want[i], (size_t)elements * 2) == 0 && isfinite(__half2float(got[elements - 1])),
-                   "%s: run %d of %lld x %lld has other bits", its->what, run, (long long)now[i].rows,
-                   (long long)now[i].cols);
-        }
-    }
-}
-
-TEST(newton_schulz_chains_gpu) {
-    const Device dev = test_device(true);
-    for (const ChainCase& its : chain_cases) check_chain(test, dev, &its);
-}
 #endif

@@ -41,10 +41,10 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
     chunk->matrices = plan->matrices - first;
     chunk->batch = plan->batches;
     plan->low = larger(plan->low, (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float));
-    int64_t work = (chunk->matrices + 1) * (int64_t)sizeof(int), sums = 0;  // the counts of newton_schulz_gpu
+    int64_t work = 0, sums = 0;  // of a batch
     for (int i = first; i < plan->matrices; i++) {
         const Matrix* matrix = &plan->matrix[i];
-        if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0};
+        if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0}, work = sums = 0;
         MatrixBatch* batch = &plan->batch[plan->batches - 1];
         batch->count++;
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
@@ -356,25 +356,15 @@ static MatrixBatch batch_within(const MatrixPlan* plan, MatrixBatch batch, const
 static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
                        const float* now, float* next) {
     const MatrixBatch* batches = &work->plan.batch[range->chunk->batch];
-    const int most = range->chunk->batches;
-    BatchArguments* arguments = (BatchArguments*)memory_zero((size_t)most, sizeof(BatchArguments));
-    PolarBatch* polar = (PolarBatch*)memory_zero((size_t)most, sizeof(PolarBatch));
     __half* at = (__half*)work->work;
-    float* sums = work->sums;
-    int n = 0;
-    for (int i = 0; i < most; i++) {
+    for (int i = 0; i < range->chunk->batches; i++) {
         const MatrixBatch batch = batch_within(&work->plan, batches[i], range);
         if (batch.count == 0) continue;
-        const BatchArguments of = arguments[n] = batch_begin(dev, work, &batch, sums, at);
-        const int64_t rows = of.padded_rows, cols = of.padded_cols, side = rows < cols ? rows : cols,
-                      count = batch.count, size = rows * cols * count;
-        polar[n++] = {at, at + size, at + 2 * size, rows, cols, count};
-        at += 2 * size + polar_squares(rows, cols) * side * side * count;
-        sums = of.norms + count;
+        const BatchArguments of = batch_begin(dev, work, &batch, work->sums, at);
+        const int64_t rows = of.padded_rows, cols = of.padded_cols, size = rows * cols * batch.count;
+        const PolarBatch polar = {at, at + size, at + 2 * size, rows, cols, batch.count};
+        batch_end(dev, config, &of, (int)batch.count, newton_schulz_gpu(dev, config, &polar), now, next);
     }
-    newton_schulz_gpu(dev, config, polar, n, (int*)at);
-    for (int i = 0; i < n; i++) batch_end(dev, config, &arguments[i], (int)polar[i].count, polar[i].x, now, next);
-    free(arguments), free(polar);
 }
 #endif
 

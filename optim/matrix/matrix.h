@@ -93,7 +93,7 @@ struct MatrixWork {
     MatrixPlan plan;
     Matrix* matrix;          // (plan.matrices)
     float* scratch;          // the directions, then the updates, of one chunk
-    void* work;              // X, the next X and squares of a chunk's matrices, and the products' counts
+    void* work;              // X, the next X and squares of a batch's matrices
     float* sums;             // sums over its matrices and rows
     float* unit;             // factor of U: 1, or NaN if the step changes nothing
     float *low, *direction;  // projected gradients of a chunk, and Adam's directions for them

@@ -53,8 +53,8 @@ inline int64_t polar_squares(int64_t rows, int64_t cols) {
 }
 
 // Runs the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; x holds X times `scale`.
-// `gram_form`: R serves several steps; false for square matrices. product(SymmetricProduct, d, a, b, c) makes a product
-// or adds it to a list.
+// `gram_form`: R serves several steps; false for square matrices. product(SymmetricProduct, d, a, b, c) makes a
+// product.
 template <class T, class Product>
 T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t rows,
                            int64_t cols, int64_t count, float scale, bool gram_form) {
@@ -100,44 +100,16 @@ struct PolarBatch {
     int64_t rows, cols, count;
 };
 
-// Runs the symmetric form on a GPU in fp16, for `n` shapes, and sets each x to its result. The shape alone decides how
-// its products are made, so the bits do not depend on the other shapes. The products of the shapes take turns, so that
-// those of one shape keep the multiprocessors busy while those of another finish; shapes whose products go through the
-// library come first. `counts` has room for one int more than there are matrices.
-inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, PolarBatch* batches, int n, int* counts) {
-    const int64_t most = 6 * config->ns_steps;  // products of a shape
-    SymmetricCall* calls = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall));
-    int64_t *end = (int64_t*)memory_zero((size_t)n, 2 * sizeof(int64_t)), *next = end + n;
-    SymmetricLaunch launch = {};
-    launch.counts = counts;
-    int counters = 0;
-    for (int i = 0; i < n; i++) {
-        PolarBatch* of = &batches[i];
-        const int64_t side = of->rows < of->cols ? of->rows : of->cols;
-        const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
-        const bool fits = symmetric_product_fits(dev, &multiply);
-        auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
-            SymmetricCall* call = &calls[i * most + end[i]];
-            *call = {*p, d, a, b, c, counters};
-            if (fits)
-                end[i]++;
-            else
-                symmetric_add(dev, &launch, call);
-        };
-        of->x = newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->rows, of->cols,
-                                                of->count, POLAR_SCALE, fits && of->rows != of->cols);
-        counters += (int)of->count;
-    }
-    for (;;) {
-        int first = -1;  // the shape with products left that has made the smallest share of its products
-        for (int i = 0; i < n; i++) {
-            if (next[i] == end[i]) continue;
-            if (first < 0 || next[i] * end[first] < next[first] * end[i]) first = i;
-        }
-        if (first < 0) break;
-        symmetric_add(dev, &launch, &calls[first * most + next[first]++]);
-    }
-    symmetric_launch(dev, &launch);
-    free(calls), free(end);
+// Runs the symmetric form on a GPU in fp16. Returns where the result is: x or y. The shape alone decides how the
+// products are made.
+inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, const PolarBatch* of) {
+    const int64_t side = of->rows < of->cols ? of->rows : of->cols;
+    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
+    const bool gram_form = of->rows != of->cols && symmetric_product_fits(dev, &multiply);
+    const auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
+        symmetric_product(dev, p, d, a, b, c);
+    };
+    return newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->rows, of->cols, of->count,
+                                           POLAR_SCALE, gram_form);
 }
 #endif
