@@ -18,7 +18,7 @@ is added to has a last place of its own. Where formulas differ on purpose the sc
   is its adafactor with beta1, whose m averages gradients where ours, as in the paper, averages updates.
 * galore-torch adds eps to the root of v before that is corrected, and decays weights after the update; eps is nearly 0
   and the decay 0 here. galore-torch is held to the equations of optim/matrix/low_rank.h in float64, with its own
-  directions, and dev/unit/lowrank.cu holds our galore to them with ours. Both sets of directions span the gradient's
+  directions, and dev/unit/oracle.h holds our galore to them with ours. Both sets of directions span the gradient's
   leading ones; galore-torch's are singular vectors and ours are not rotated to be, which changes what Adam sees in each
   of them.
 

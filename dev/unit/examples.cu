@@ -104,7 +104,7 @@ TEST(examples_rule_is_its_formula) {
     expect_close(test, "weights", got, want, ELEMENTS, STEPS * lr * 20.0 * u, STEPS * 3.0 * u);
 }
 
-// It names a rule and formats, of which every.cu tests all combinations.
+// It names a rule and formats, of which laws.cu tests all combinations.
 TEST(examples_preset) {
     for (const PresetRow& row : presets) {
         OptimConfig config = make_config("adamw", "fp32", "fp32");

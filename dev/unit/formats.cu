@@ -1,7 +1,7 @@
 // Tests of the block formats: every code survives decoding and encoding, encoding is the nearest level against a search
 // of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, of which
 // some are quantised themselves, and on a GPU what packs codes. What becomes of NaN and infinity, names and sizes are
-// in tables.cu, whole steps in every.cu. A new format is tested here by its rows in optim/table.cuh alone.
+// in tables.cu, whole steps in laws.cu. A new format is tested here by its rows in optim/table.cuh alone.
 #include <float.h>
 
 #include <algorithm>

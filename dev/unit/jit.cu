@@ -1,6 +1,7 @@
 // Tests of the run-time compiler, none of which needs a GPU but those named so: the compiler, the cache under
 // all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
-// eight at once), what happens without NVRTC, and how long it takes. That combinations compile is tested in every.cu.
+// eight at once), what happens without NVRTC, and how long it takes. That combinations compile is tested in
+// laws_gpu.cu.
 #include <errno.h>
 #include <sys/resource.h>
 #include <sys/stat.h>

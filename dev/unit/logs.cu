@@ -1,6 +1,6 @@
 // Tests of adalog8 (optim/formats/adalog8.cuh): codes that survive decoding and encoding, encoding against the nearest
 // level in double, stochastic rounding counted over all its noise, and what becomes of zeros, subnormals, NaN and
-// infinity. Whole steps and equal bits on a GPU: every.cu.
+// infinity. Whole steps and equal bits on a GPU: laws.cu.
 #include <float.h>
 
 #include "../../optim/formats/adalog8.cuh"

@@ -1,6 +1,6 @@
 // Tests of the optimizer's interface and noise: published vectors, independence of the noise, bf16 against exhaustive
 // tables, weights in and out, names and refusals, and the launches of a step. What holds of every combination is in
-// every.cu, the rules' formulas are in rules.cu, the formats' levels in formats.cu.
+// laws*.cu, the formats' levels in formats.cu.
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/override.h"
@@ -229,6 +229,34 @@ TEST(optim_names) {
     config = resolved(config);
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);
     expect(strstr(described(config), " 8 B/param"), "%s", described(config));
+}
+
+TEST(optim_overrides_of_presets) {
+    const char* const its = "ln*|*.bias|wpe: weights=bf16:ef";
+    const char* const rows[][7] = {
+        {"", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"adamw8", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
+        {"muon4", "", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
+        {"muon4", "", "", "soft8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"muon", "", "", "", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
+        {"int8w4", "muon", "", "", "", "",
+         "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
+        {"muon", "", "", "", "", "none", "none"},
+        {"fp8w8e", "", "", "", "", "", its},
+        {"fp8w8e", "", "e4m3:ef", "e4m3:sr", "sqrt8", "", its},
+        {"fp8w8e", "", "", "dyn8:sr", "", "", "none"},
+        {"fp8w8e", "", "", "", "udyn8", "", "none"},
+        {"fp8w8e", "", "lin8:ef", "", "", "", "none"},
+        {"fp8w8e", "", "", "", "", "none;", "none"},
+        {"fp8w8e", "", "", "", "", "wpe:lr=2", "wpe:lr=2"},
+    };
+    for (const auto& [preset, rule, weights, m, v, overrides, want] : rows) {
+        OptimConfig config = {preset, rule, weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+        config.overrides = overrides;
+        expect(optim_resolve(&config, error), "%s", error);
+        expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
+        expect(optim_resolve(&config, error) && is(config.overrides, want), "again: %s", error);
+    }
 }
 
 // A configuration of this rule, formats of fp32 and a change is refused with a sentence that begins with the option and

@@ -117,3 +117,16 @@ TEST(override_weights_do_what_whole_runs_do) {
         }
     }
 }
+
+TEST(override_rule_refusals) {
+    const char* const rows[][4] = {{"lion", "none", "coupled", "add v=fp32"},
+                                   {"adamw", "fp32", "coupled", "lion keeps no second moment"},
+                                   {"lion", "none", "independent", "--decay-mode coupled"}};
+    for (const auto& [rule, v, mode, says] : rows) {
+        OptimConfig run = make_config(rule, "fp32", "fp32"), launch = run;
+        run.decay_mode = mode;
+        launch.rule = is(mode, "independent") ? "sgd" : is(rule, "lion") ? "adamw" : "lion";
+        launch.v = v;
+        expect_refused(optim_rule_fits(&launch, &run, error), error, says);
+    }
+}

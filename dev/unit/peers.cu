@@ -15,7 +15,7 @@
 //   logarithms   adafactor8bit's own go through fp32 logarithms of up to 126: 2^-17 of a binade off
 // Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
 // (make_peers.py).
-#include "references.h"
+#include "oracle.h"
 #include "tensors.h"
 
 namespace {
@@ -487,20 +487,28 @@ static void run_set_state(OptimRun* run, const Case* c, const State* state, int 
     }
 }
 
-// A step in double, with bounds on the roundings of a program, and `update`, what the weight moves by beside the decay.
+// A step of an element in double, with bounds on the roundings of a program, and `update`, what the weight moves by
+// beside the decay.
 struct Exact {
-    Element e;
-    double update;
+    Whole<double> e;
+    double m_error, v_error, slow_error, update;
 };
 
 static Exact exact_step(const OptimConfig* config, const State* before, int64_t i, double g, int step) {
     const double p = before->weights.x[i], m = before->m.x[i], v = before->v.x[i], slow = before->slow.x[i];
-    const double decay = i < KEPT && find_row(rule_table(), config->rule)->decoupled ? (double)DECAY : 0.0;
-    Element e = {{p, 0.0}, {m, 0.0}, {v, 0.0}, {slow, 0.0}, false};
-    reference_step(&e, config, g, LR, i < KEPT, step);
-    // 1 - beta3 comes from a rounded beta3 in theirs, and beta3 from one's exp and the other's series.
-    e.slow.error += 2.0 * U * (fabs(slow) + fabs(g));
-    return {e, p * (1.0 - LR * decay) - e.p.value};
+    const double wd = i < KEPT ? (double)DECAY : 0.0;
+    const bool decoupled = find_row(rule_table(), config->rule)->decoupled;
+    Whole<double> e;
+    e.config = config, e.settings = {1.0, wd}, e.rows = e.cols = 1;
+    e.begin();
+    e.p[0] = p, e.m[0] = m, e.v[0] = v, e.slow[0] = slow;
+    oracle_step(&e, {g}, LR, step);
+    // Three roundings of a sum's terms, four where one is a square. 1 - beta3 comes from a rounded beta3 in theirs, and
+    // beta3 from one's exp and the other's series.
+    const auto terms = [](double was, double now) { return U * (fabs(was) + fabs(now - was)); };
+    return {e, 3.0 * terms(m, e.m[0]), 4.0 * terms(v, e.v[0]),
+            3.0 * terms(slow, e.slow[0]) + 2.0 * U * (fabs(slow) + fabs(g)),
+            p * (1.0 - (decoupled ? LR * wd : 0.0)) - e.p[0]};
 }
 
 // Returns a unit in the last place of floats as large as x.
@@ -520,9 +528,9 @@ static double ulps(double a, double b, double term) {
 // more.
 static void check_weight(Test* test, const char* what, const Exact* e, float ours, float theirs, float before,
                          bool flash) {
-    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->e.p.value)));
+    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->e.p[0])));
     double more = flash ? 0x1p16 / 508.0 : 0.0;
-    bool settled = fabs(e->update) * 8.0 <= fabs(e->e.p.value);
+    bool settled = fabs(e->update) * 8.0 <= fabs(e->e.p[0]);
     double bound = 2.0 + more + (settled ? 0.0 : 12.0 * U * fabs(e->update) / unit);
     expect(off <= bound, "%s: a weight is %.9g, theirs %.9g, %g apart, %g allowed", what, ours, theirs, off, bound);
 }
@@ -546,11 +554,11 @@ static int check_floats(Test* test, const Case* c, const OptimRun* run, const St
     if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(c, ".slow", step);
     for (int64_t i = 0; i < ELEMENTS; i++) {
         const Exact* e = &exact[i];
-        signs += e->e.lost;
-        if (!e->e.lost) check_weight(test, c->peer, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
-        if (!c->m) check_moment(test, c->peer, m.x[i], their_m.x[i], e->e.m.error);
-        if (has_v) check_moment(test, c->peer, v.x[i], their_v.x[i], e->e.v.error);
-        if (has_slow) check_moment(test, c->peer, slow.x[i], their_slow.x[i], e->e.slow.error);
+        signs += (bool)e->e.lost[0];
+        if (!e->e.lost[0]) check_weight(test, c->peer, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
+        if (!c->m) check_moment(test, c->peer, m.x[i], their_m.x[i], e->m_error);
+        if (has_v) check_moment(test, c->peer, v.x[i], their_v.x[i], e->v_error);
+        if (has_slow) check_moment(test, c->peer, slow.x[i], their_slow.x[i], e->slow_error);
     }
     return signs;
 }
@@ -561,8 +569,8 @@ static void check_codes(Test* test, const Case* c, const OptimRun* run, const Ex
         if (!format) continue;
         double x[MOST], error[MOST];
         for (int64_t i = 0; i < ELEMENTS; i++) {
-            const Bounded moment = k ? exact[i].e.v : exact[i].e.m;
-            x[i] = moment.value, error[i] = moment.error;
+            x[i] = k ? exact[i].e.v[0] : exact[i].e.m[0];
+            error[i] = k ? exact[i].v_error : exact[i].m_error;
         }
         Codes ours = run_stored(run, format), theirs = peers_state(c, format, k ? "v" : "m", step);
         Floats map = peers_map(format);
@@ -590,7 +598,7 @@ static void check_step(Test* test, const Case* c, int step) {
 }
 
 // The last step of each case, and of the first `firsts` the first one. A step is a function of the state that it begins
-// with (every.cu), so these stand for all.
+// with (laws.cu), so these stand for all.
 static void check_steps(Test* test, const Case* cases, size_t count, size_t firsts) {
     for (size_t k = 0; k < count; k++) {
         if (k < firsts) check_step(test, &cases[k], 1);

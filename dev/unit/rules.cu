@@ -1,56 +1,7 @@
-// Tests of the rules and of the ways to keep weights: every rule against double precision within a bound that is
-// derived beside it, splits and compensation against what they promise, and what is refused. every.cu has what holds of
-// all of them.
+// Tests of the rules' usual settings and of the ways to keep weights: splits, compensation and feedback against what
+// they promise. laws*.cu have what holds of all of them.
 #include "../../optim/kernel.cuh"
-#include "references.h"
-
-// Two tensors, the first with decay; lengths that leave padding.
-static const OptimTensor model[2] = {{"tensor", 1, 2321, true, 0}, {"tensor", 1, 300, false, 0}};
-
-static const Steps plain = {0.01f, 0.5f, false, false};
-
-static void check_rule(Test* test, const char* rule, const char* decay_mode) {
-    if (find_row(rule_table(), rule)->by_rows) return;
-    OptimConfig config = make_config(rule, "fp32", "fp32");
-    config.decay_mode = decay_mode;
-    config.lr_max = 0.25f;
-    OptimRun run;
-    run_open(&run, &config, model, OPTIM_FP32);
-    run_steps(&run, 1, 20, plain);
-    const char* const names[] = {"weights", "m", "v", "slow"};
-    const float* got[4];  // NULL where the rule keeps none
-    for (int k = 0; k < 4; k++) got[k] = (const float*)optim_stream_named(run.optim, names[k]).data;
-    expect(got[0] && got[1] && !got[2] == !keeps_v(rule), "%s: arrays", rule);
-    double worst = 0.0;
-    int lost = 0;
-    for (int t = 0; t < 2; t++) {
-        for (int64_t i = 0; i < model[t].cols; i++) {
-            Element e = {{(double)run_start(t, i), 0.0}, {0, 0}, {0, 0}, {0, 0}, false};
-            for (int step = 1; step <= 20; step++) {
-                const double g = 0.5 * (double)run_gradient(&model[t], step, t, i, plain);
-                reference_step(&e, &config, g, (double)plain.lr, model[t].decay, step);
-            }
-            lost += e.lost;
-            const Bounded want[] = {e.p, e.m, e.v, e.slow};
-            for (int k = 0; k < 4 && !e.lost; k++) {
-                double error = fabs((got[k] ? (double)got[k][run.tensor[t].offset + i] : 0.0) - want[k].value);
-                double multiple = error == 0.0 ? 0.0 : error / want[k].error;
-                if (!(multiple <= worst)) worst = multiple;
-            }
-        }
-    }
-    expect(worst <= 1.0, "%s, decay %s: %g of the bound", rule, decay_mode, worst);
-    expect(worst > 0.01, "%s: the bound is too loose to tell anything, %g", rule, worst);
-    expect(lost < 20, "%s: %d signs could not be called", rule, lost);
-    note(test, "%s %.2f of bound", rule, worst);
-}
-
-TEST(rules_against_double) {
-    for (const char* rule : SIMPLE_RULES) {
-        check_rule(test, rule, "coupled");
-        if (find_row(rule_table(), rule)->decoupled) check_rule(test, rule, "independent");
-    }
-}
+#include "steps.h"
 
 TEST(rules_usual_learning_rates) {
     for (int64_t channels : {64, 256, 257, 768, 1600}) {

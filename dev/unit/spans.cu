@@ -1,6 +1,6 @@
 // Tests of storages whose scales reach further than a tile: steps against plain loops over whole matrices, what an fp8
 // copy keeps for a matmul, what is not finite, checkpoints in other formats, and the refusal of shards that cut a
-// tensor. every.cu has what holds of all formats.
+// tensor. laws.cu has what holds of all formats.
 #include "../../optim/constants.h"
 #include "../../optim/kernel.cuh"
 #include "apart.h"

@@ -10,7 +10,7 @@
 #include "../room.h"
 #include "rules.h"
 
-// These rules read elements or rows; those that read matrices are tested in matrix.cu.
+// These rules read elements or rows; those that read matrices are tested in laws.cu alone.
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
 
@@ -25,7 +25,7 @@ inline int name_count(const std::vector<const char*>& names) {
     return (int)names.size();
 }
 
-// Returns the presets whose rule reads single elements; rows.cu and matrix.cu have the others.
+// Returns the presets whose rule reads single elements.
 inline std::vector<const char*> element_presets() {
     std::vector<const char*> names;
     for (const PresetRow& row : PRESETS) {
@@ -222,7 +222,7 @@ inline bool same_tensor(const OptimRun* a, const OptimRun* b, int tensor) {
     return memcmp(x, y, (size_t)n * 4) == 0;
 }
 
-// A run on the CPU stands for a checkpoint, from which another is loaded.
+// A run stands for a checkpoint, from which another is loaded.
 struct Stored {
     const OptimRun* from;
     char notices[8][256];
@@ -230,9 +230,10 @@ struct Stored {
 };
 
 inline const void* stored_array(void* context, const char* name, const char* dtype, int64_t bytes) {
-    const OptimStream stream = optim_stream_named(((Stored*)context)->from->optim, name);
+    const OptimRun* from = ((Stored*)context)->from;
+    const OptimStream stream = optim_stream_named(from->optim, name);
     const bool found = stream.data && is(stream.dtype, dtype);
-    return found && stream.elements * stream.element_bytes == bytes ? stream.data : nullptr;
+    return found && stream.elements * stream.element_bytes == bytes ? to_host(from, stream.data, bytes) : nullptr;
 }
 
 inline void stored_read(void*, const void* array, int64_t at, int64_t bytes, void* to) {
@@ -299,51 +300,23 @@ inline void expect_equal_cpu_gpu(Test* test, const OptimConfig* config, const Op
                 formatted("%s, %d columns%s", describe(config), (int)tensors[0].cols, how.wild ? ", wild" : ""));
 }
 
-// Copies all arrays between runs of one layout, as a resume does.
-inline void run_copy(const OptimRun* from, const OptimRun* to) {
-    for (int s = 0; s < optim_stream_count(from->optim); s++) {
-        const OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
-        const int64_t bytes = a.elements * a.element_bytes;
-        Room room(&from->dev);
-        copy_to_device(&to->dev, b.data, room.to_host((const char*)a.data, bytes), bytes);
-    }
-    optim_decode(to->optim);
-}
-
-// Takes six steps: a step that changes nothing, a resume, and four shards leave the same bits. Returns how many tensors
-// one of the shards holds.
-inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count,
-                                      const Steps& how, bool gpu) {
-    OptimRun whole, first, second;
-    Steps skipped = how;
-    skipped.bad = 4;
-    for (OptimRun* run : {&whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
-    run_steps(&whole, 1, 6, how);
-    run_steps(&first, 1, 3, how);
-    run_steps(&first, 4, 4, skipped);
-    run_copy(&first, &second);
-    expect(difference(&whole, &second), "%s, m %s: nothing moves", config->rule, config->m);
-    run_steps(&second, 4, 6, how);
-    expect_same(test, &whole, &second, formatted("%s, m %s: resumed", config->rule, config->m));
-    expect_planned(test, &whole, config->rule);
-    int held = 0;
-    int64_t cut[5];
-    for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
-    cuts_allow(config, whole.tensor, count, cut, 5);
-    for (int k = 0; k < 4; k++) {
-        if (cut[k] == cut[k + 1]) continue;
-        const OptimConfig part = shard_config(*config, cut[k], cut[k + 1]);
-        OptimRun shard;
-        run_open(&shard, &part, whole.tensor, count, OPTIM_FP32, gpu);
-        run_steps(&shard, 1, 6, how);
-        for (int t = 0; t < count; t++) {
-            const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
-            if (begin < cut[k] || end > cut[k + 1]) continue;
-            held++;
-            expect(same_tensor(&whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k, tensors[t].name);
+// Compiles into the cache, on all cores, the kernels of those configurations that has(k) picks.
+template <class Has>
+void compile_all(Test* test, const std::vector<OptimConfig>& all, Has has, OptimType (*compute_of)(int k)) {
+    const Device gpu = test_device(true);
+    int bad = in_processes(test, 2 * (int)all.size(), [&](int i) {
+        char architecture[32];
+        JitImage image = {};
+        const int k = i / 2;
+        if (!has(k) || (i % 2 && compute_of(k) == OPTIM_BF16)) return;
+        const char* expression = kernel_of(all[k], nullptr, i % 2 ? OPTIM_BF16 : compute_of(k));
+        // An error here comes again, and is reported, when the optimizer is created.
+        if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
+            jit_get(expression, architecture, &image, error)) {
+            jit_free(&image);
         }
-    }
-    return held;
+    });
+    expect(bad == 0, "%d processes did not end well", bad);
 }
 
 // The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.

@@ -1,0 +1,235 @@
+// Laws that hold of every combination of rule, weights, gradients, states and overrides: it allocates what it plans; a
+// step whose factor is not finite changes nothing; padding keeps the code of zero; threads, shards, chunks of matrices
+// and a resume do not change a bit; a GPU has the CPU's bits, whatever the gradients, but for products of whole
+// matrices. A new format, rule or preset is tested here by its row in optim/table.cuh alone. What a step computes is
+// tested in laws_oracle.cu, and more of a GPU in laws_gpu.cu.
+#include <algorithm>
+
+#include "../../optim/placed.h"
+#include "laws.h"
+
+// Presets with both kinds of gradients and with other formats for some tensors, the combinations, and every rule with
+// every storage of the weights.
+static const std::vector<OptimConfig>& every_config() {
+    static std::vector<OptimConfig> all;
+    const char* const states[] = {"fp32", "bf16:sr", "e4m3/256"};
+    if (!all.empty()) return all;
+    for (const PresetRow& preset : PRESETS) {
+        const bool few = find_row(rule_table(), preset.rule)->leaves_vectors_to_adamw;
+        for (const char* grads : GRADS_NAMES) all.push_back(preset_config(preset.name, grads));
+        if (!few) all.push_back(preset_config(preset.name, "fp32", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"));
+    }
+    for (const Combination& each : combinations) all.push_back(each.config("fp32"));
+    for (const char* rule : SIMPLE_RULES) {
+        for (const char* weights : WEIGHTS_NAMES) {
+            const char* state = states[all.size() % 3];
+            if (goes_with(rule, weights, state)) all.push_back(states_config(rule, weights, "fp32", state, state));
+        }
+    }
+    return all;
+}
+
+// How many of these are not the last loop's.
+static int listed() {
+    int count = COMBINATIONS;
+    for (const PresetRow& row : PRESETS) count += find_row(rule_table(), row.rule)->leaves_vectors_to_adamw ? 2 : 3;
+    return count;
+}
+
+// Returns the type that the matmuls read beside configuration k.
+static OptimType compute_of(int k) {
+    return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
+}
+
+typedef void Law(Test* test, const OptimConfig& config, int k, bool gpu);
+
+// Tries a law on the first `count` configurations, with a cache of kernels of its own; on all of them, or on every
+// third from `third` on: on a GPU all would take one process minutes.
+static void try_law(Test* test, Law* law, bool gpu, int count, int third = -1) {
+    const std::vector<OptimConfig>& all = every_config();
+    const auto has = [=](int k) { return third < 0 || k % 3 == third; };
+    CacheFolder folder;
+    int ran = 0;
+    if (gpu)
+        compile_all(
+            test, all, [&](int k) { return k < count && has(k); }, compute_of);
+    for (int k = 0; k < count && test->failures < 20; k++) {
+        if (has(k)) law(test, all[k], k, gpu), ran++;
+    }
+    expect(ran > (third < 0 ? 100 : 60), "%d configurations", ran);
+    note(test, "%d configurations", ran);
+}
+
+#define LAW(NAME)                                                                   \
+    static void law_##NAME(Test* test, const OptimConfig& config, int k, bool gpu); \
+    TEST(laws_##NAME) {                                                             \
+        try_law(test, law_##NAME, false, (int)every_config().size());               \
+    }                                                                               \
+    static void law_##NAME(Test* test, const OptimConfig& config, [[maybe_unused]] int k, [[maybe_unused]] bool gpu)
+
+static void open(OptimRun* run, const OptimConfig& config, OptimType compute, bool gpu = false) {
+    run_open(run, &config, model, model_count(config), compute, gpu);
+}
+
+static const char* names_of(const OptimConfig& config) {
+    return formatted("%s %s %s %s", config.weights, config.m, config.v, config.overrides);
+}
+
+// What the matmuls read is what is stored, rounded once to their type.
+static void expect_copies(Test* test, const OptimRun* run, const char* what) {
+    Room room(&run->dev);
+    float* stored = room.host<float>(run->elements);
+    const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
+    const char* seen = room.to_host((const char*)optim_weights(run->optim), run->elements * size);
+    for (int t = 0; t < run->count; t++) {
+        int64_t wrong = 0, at = run->tensor[t].offset;
+        optim_get_weights(run->optim, t, stored);
+        for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) {
+            wrong += size == 4 ? ((const float*)seen)[at + i] != stored[i]
+                               : ((const uint16_t*)seen)[at + i] != Bf16::encode(stored[i]);
+        }
+        expect(wrong == 0, "%s: %lld weights of %s are not their copies", what, (long long)wrong, model[t].name);
+    }
+}
+
+// A step whose factor is NaN or infinite, then a resume from the streams. The steps after it are those of a run that
+// was not interrupted, on the CPU where the bits are the same. Another seed changes what rounds stochastically or
+// projects at random, and that alone.
+LAW(resume) {
+    const OptimType compute = compute_of(k);
+    const bool products = gpu && reads_matrices(config);
+    const char* what = describe(&config);
+    OptimConfig reseeded = config;
+    OptimRun whole, first, second, other;
+    reseeded.seed++;
+    for (OptimRun* run : {&whole, &first}) open(run, config, compute, products);
+    open(&second, config, compute, gpu), open(&other, reseeded, compute, products);
+    expect_planned(test, &second, what);
+    run_steps(&whole, 1, 5), run_steps(&first, 1, 3), run_steps(&other, 1, 5);
+    expect_load(test, &second, &first);
+    expect_same(test, &first, &second, formatted("%s, loaded", what));
+    for (float factor : {NAN, INFINITY, -INFINITY}) {
+        Steps how;
+        how.factor = factor;
+        run_steps(&second, 4, 4, how);
+        expect_same(test, &first, &second, formatted("%s, a factor of %g", what, (double)factor));
+    }
+    run_steps(&second, 4, 5);
+    expect_same(test, &whole, &second, formatted("%s, resumed", what));
+    expect_copies(test, &second, what);
+    expect(difference(&whole, &first), "%s: nothing moves", what);
+    const bool draws = strstr(names_of(config), ":sr") || strstr(names_of(config), ":ef") ||
+                       is_low_rank(find_row(rule_table(), config.rule));
+    expect((difference(&whole, &other) != nullptr) == draws, "%s: another seed", what);
+}
+
+// On a GPU, that and many steps, of which one has gradients that are not finite.
+static void law_gpu(Test* test, const OptimConfig& config, int k, bool) {
+    Steps wildly;
+    wildly.wild = true;
+    law_resume(test, config, k, true);
+    if (reads_matrices(config)) return;
+    expect_equal_cpu_gpu(test, &config, model, model_count(config), compute_of(k), 20);
+    expect_equal_cpu_gpu(test, &config, model, model_count(config), OPTIM_BF16, 4, wildly);
+}
+
+JIT_TEST(laws_1_gpu) {
+    try_law(test, law_gpu, true, (int)every_config().size(), 0);
+}
+
+JIT_TEST(laws_2_gpu) {
+    try_law(test, law_gpu, true, (int)every_config().size(), 1);
+}
+
+JIT_TEST(laws_3_gpu) {
+    try_law(test, law_gpu, true, (int)every_config().size(), 2);
+}
+
+// Padding of the weights, and of moments in fp32 and bf16, keeps the bytes that it began with; the copy has zeros
+// there. Everything else moves. One thread and five compute the same.
+LAW(padding_and_threads) {
+    const int threads = omp_get_max_threads();
+    const char* what = describe(&config);
+    OptimRun fresh, run;
+    open(&run, config, OPTIM_FP32), open(&fresh, config, OPTIM_FP32);
+    omp_set_num_threads(1), run_steps(&run, 1, 3);
+    for (int s = 0; s < optim_stream_count(run.optim); s++) {
+        OptimStream stream = optim_stream(run.optim, s), begin = optim_stream(fresh.optim, s);
+        const int64_t bytes = stream.elements * stream.element_bytes, bits = 8 * bytes / run.elements;
+        const bool wide = is(stream.dtype, "F32") || is(stream.dtype, "BF16") || is(stream.dtype, "F16");
+        const bool whole = !*config.overrides || is(config.overrides, "none");  // the arena's layout
+        if ((!stream.is_weights && !wide) || !whole || bits < 4 || bits * run.elements != 8 * bytes) continue;
+        const char *now = (const char*)stream.data, *before = (const char*)begin.data;
+        int64_t wrong = 0;
+        for (int t = 0; t < run.count; t++) {
+            const int64_t used = run.tensor[t].offset + model[t].rows * model[t].cols;
+            const int64_t end = run.tensor[t].offset + tensor_padded(&run.tensor[t]);
+            for (int64_t b = ceil_div(used * bits, 8); b < end * bits / 8; b++) wrong += now[b] != before[b];
+        }
+        expect(wrong == 0, "%s: %lld bytes of %s's padding", what, (long long)wrong, stream.name);
+        expect(memcmp(now, before, (size_t)bytes) != 0, "%s: %s stands still", what, stream.name);
+    }
+    const float* seen = (const float*)optim_weights(run.optim);
+    for (int t = 0; t < run.count; t++) {
+        int64_t i = run.tensor[t].offset + model[t].rows * model[t].cols, wrong = 0;
+        for (; i < run.tensor[t].offset + tensor_padded(&run.tensor[t]); i++) wrong += seen[i] != 0.0f;
+        expect(wrong == 0, "%s: padding of %s is read", what, model[t].name);
+    }
+    omp_set_num_threads(5), run_steps(&fresh, 1, 3), omp_set_num_threads(threads);
+    expect_same(test, &run, &fresh, formatted("%s, other threads", what));
+}
+
+// Shards are the whole's parts, for cuts between tensors, and within them where the formats allow it; the last cut
+// leaves a shard without elements. On a GPU, without the last loop's configurations.
+static void law_shards(Test* test, const OptimConfig& config, int k, bool gpu) {
+    const int tiles[][4] = {{1, 7, 12, 16}, {2, 3, 4, 9}, {5, 6, 10, 18}};
+    const OptimType compute = compute_of(k);
+    OptimRun whole, shard[6];
+    open(&whole, config, compute, gpu && reads_matrices(config));
+    run_steps(&whole, 1, 3);
+    const bool whole_tensors = in_spans(names_of(config));
+    for (int c = 0; c < 3; c++) {
+        int64_t cut[6] = {0};
+        for (int i = 0; i < 4; i++)
+            cut[i + 1] = whole_tensors ? whole.tensor[tiles[c][i] % whole.count].offset : tiles[c][i] * TILE_ELEMENTS;
+        cut[5] = whole.elements;
+        std::sort(cut + 1, cut + 5);
+        cuts_allow(&config, whole.tensor, whole.count, cut, 6);
+        int count = 0;
+        for (int i = 0; i < 5; i++) {
+            if (cut[i] == cut[i + 1] && i < 4) continue;
+            open(&shard[count], shard_config(config, cut[i], cut[i + 1]), compute, gpu);
+            run_steps(&shard[count++], 1, 3);
+        }
+        expect_joined(test, &whole, shard, count, describe(&config));
+        if (k >= listed() || reads_matrices(config)) break;
+    }
+}
+
+TEST_BOTH(laws_shards) {
+    try_law(test, law_shards, gpu, gpu ? listed() : (int)every_config().size());
+}
+
+// No bit depends on how many matrices are taken at a time: all, a few tensors or one.
+static void law_chunks(Test* test, const OptimConfig& config, int, bool gpu) {
+    OptimConfig chunks = config;
+    OptimRun whole, parts;
+    Steps how;
+    how.bad = 3;
+    if (!reads_matrices(config)) return;
+    open(&whole, config, OPTIM_FP32, gpu), run_steps(&whole, 1, 4, how);
+    for (const int64_t tiles : {1, 4}) {
+        chunks.matrix_chunk = tiles * TILE_ELEMENTS;
+        open(&parts, chunks, OPTIM_FP32, gpu), run_steps(&parts, 1, 4, how);
+        expect_same(test, &whole, &parts, formatted("%s, chunks of %d tiles", describe(&config), (int)tiles));
+        expect_planned(test, &parts, config.rule);
+        const OptimParts its = optim_parts(parts.optim);
+        MatrixPlan plan = matrix_plan(its.dev, its.plan, 0, its.tensors, its.count);
+        expect(plan.chunks > 1, "%s: one chunk of %lld tiles", config.rule, (long long)tiles);
+        matrix_plan_free(&plan);
+    }
+}
+
+JIT_BOTH(laws_chunks) {
+    try_law(test, law_chunks, gpu, listed());
+}
