@@ -4,7 +4,7 @@
 // encode and decode on the host's cores, for any device. A shard touches only its parts of the tensors. Formats in
 // spans need two passes over a tensor, the first one for its maxima. Cost: the arrays are read and written once; a side
 // takes about 10 MB.
-#include "plan.h"
+#include "made.h"
 
 constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
@@ -41,9 +41,8 @@ static Side side_of(const Plan* plan, int tensor, Slot slot) {
 }
 
 static Side side_of_optim(const Optim* optim, int tensor, Slot slot) {
-    const OptimParts parts = optim_parts(optim);
-    Side side = side_of(parts.plan, tensor, slot);
-    side.dev = parts.dev;
+    Side side = side_of(optim->plan, tensor, slot);
+    side.dev = optim->dev;
     for (int i = 0; i < 3 && side.format; i++)
         side.array[i] = array_ref_stream(optim, &side.place, side.format->stream[i]).data;
     return side;
@@ -396,22 +395,21 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
 }
 
 bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
-    const OptimParts parts = optim_parts(optim);
-    const int slots = SLOTS * parts.count;
+    const int slots = SLOTS * optim->count;
     OptimConfig config = stored->config;
     Changes* changes = (Changes*)memory_zero(1, sizeof(Changes));
-    OptimTensor* tensors = (OptimTensor*)memory_take((size_t)parts.count * sizeof(OptimTensor) + 1);
-    memcpy(tensors, parts.tensors, (size_t)parts.count * sizeof(OptimTensor));
+    OptimTensor* tensors = (OptimTensor*)memory_take((size_t)optim->count * sizeof(OptimTensor) + 1);
+    memcpy(tensors, optim->tensors, (size_t)optim->count * sizeof(OptimTensor));
     config.runs = nullptr;
-    optim_layout(tensors, parts.count, &config);
-    Plan* plan = plan_ranges(&config, tensors, parts.count);
+    optim_layout(tensors, optim->count, &config);
+    Plan* plan = plan_ranges(&config, tensors, optim->count);
     int arrays = 0;
     bool ok = true;
     for (int i = 0; i < slots && ok; i++) {
-        const int t = i % parts.count;
-        Side from = side_of(plan, t, (Slot)(i / parts.count));
-        const Side to = side_of(parts.plan, t, (Slot)(i / parts.count));
-        ok = slot_fits(&from, &to, parts.tensors[t].name, error) &&
+        const int t = i % optim->count;
+        Side from = side_of(plan, t, (Slot)(i / optim->count));
+        const Side to = side_of(optim->plan, t, (Slot)(i / optim->count));
+        ok = slot_fits(&from, &to, optim->tensors[t].name, error) &&
              (!from.format || stored_find(&from, stored, &arrays, error));
     }
     if (ok && arrays != stored->arrays) {
@@ -419,8 +417,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
                         config.weights, config.m, config.v, arrays);
     }
     for (int i = 0; i < slots && ok; i++)
-        slot_load(optim, plan, stored, i % parts.count, (Slot)(i / parts.count), changes);
-    if (ok) tell_changes(changes, stored, parts.count);
+        slot_load(optim, plan, stored, i % optim->count, (Slot)(i / optim->count), changes);
+    if (ok) tell_changes(changes, stored, optim->count);
     if (ok) optim_decode(optim);
     plan_free(plan);
     free(tensors), free(changes);

@@ -586,7 +586,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim->context = context;
     *before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     for (int i = 0; i < plan->launches; i++) {
         const RuleRow* rule = plan->launch[i].rows.rule;
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
@@ -633,7 +633,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
 
 // Returns true if the optimizer keeps codes or a master of a parameter.
 static bool keeps_weights(const NibbleOptim* optim, int tensor) {
-    const FormatRow* row = plan_array_ref(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
+    const FormatRow* row = plan_array_ref(optim->optim->plan, tensor, SLOT_WEIGHTS).format;
     return strcmp(row->stream[0].dtype, optim->compute == OPTIM_FP32 ? "F32" : "BF16") != 0 ||
            row->stream[1].bits > 0 || row->stream[2].bits > 0;
 }
@@ -717,7 +717,7 @@ NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int inde
     }
     if (tensor < 0 || tensor >= optim->count || is_elsewhere(optim, tensor)) return 0;
     const OptimTensor* local = &optim->local[tensor];
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     for (int slot = 0; slot < SLOTS; slot++) {
         const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
@@ -821,7 +821,7 @@ NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) 
     if (tensor < 0 || tensor >= optim->count) return {optim->end, -1, -1};
     const NibbleTensor* given = &optim->tensor[tensor];
     const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     const int launch = plan->launch_of[tensor];
     const bool whole = config_reads_whole(&plan->launch[launch].config);
     return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};

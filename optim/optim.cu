@@ -16,11 +16,20 @@ static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* we
     return copies ? compute_row(OPTIM_BF16) : none_row();
 }
 
+// Allocates memory that optim_free frees.
+static void* allocate(Optim* optim, int64_t bytes, bool on_host) {
+    const Device* dev = optim->dev;
+    assert(optim->memories < (int)(sizeof(optim->memory) / sizeof(optim->memory[0])));
+    void* memory = on_host ? host_alloc(dev, bytes, "the optimizer's states") : device_alloc(dev, bytes);
+    optim->memory[optim->memories++] = {memory, on_host};
+    return memory;
+}
+
 // Allocates zeroed device memory and adds its size to *total.
-static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
+static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     *total += aligned_bytes(bytes);
     if (optim->counts) return nullptr;
-    void* memory = device_alloc(optim->dev, bytes);
+    void* memory = allocate(optim, bytes, false);
     device_zero(optim->dev, memory, bytes);
     return memory;
 }
@@ -53,7 +62,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
-    streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
+    streams->span = device;
     streams->new_scales = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
@@ -82,7 +91,7 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
         device_zero(optim->dev, memory, bytes);
         return memory;
     }
-    void* memory = host_alloc(optim->dev, bytes, "the optimizer's states");
+    void* memory = allocate(optim, bytes, true);
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < bytes; at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
@@ -91,7 +100,7 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
 }
 
 // Allocates the arrays of weights or states for a run of the arena, from array `first` on; with first 1, `codes` is
-// array 0. Each address is stored at once, so that optim_free frees the array if a later allocation fails.
+// array 0.
 static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                              bool states, Streams* streams) {
     OptimBytes* all = &optim->allocated;
@@ -125,23 +134,12 @@ static void list_streams(Optim* optim, Slot slot, int index, const FormatRow* fo
     }
 }
 
-static void free_streams(const Optim* optim, const FormatRow* format, Streams* streams, bool states) {
-    const Device* dev = optim->dev;
-    device_free(dev, (void*)streams->table);
-    for (int i = 0; i < 3; i++) {
-        const bool host = states && on_host(optim->config.offload, format->stream[i]);
-        if (host) host_free(dev, stream_data(streams, i));
-        if (!host && !optim->config.allocate) device_free(dev, stream_data(streams, i));
-    }
-    device_free(dev, streams->new_scales), device_free(dev, (void*)streams->span);
-}
-
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients. With a rule that
 // reads matrices it also makes *applied.
 Tile optim_tile(const Optim* optim, int t, int64_t i, int64_t number, Tile* applied) {
     const Plan* plan = optim->plan;
     const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
-    const Weights* weights = launch->weights;
+    const StoredWeights* weights = launch->weights;
     const bool copies = weights->copy != none_row();
     const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset / TILE_ELEMENTS + i,
                   kept = at - weights->run->begin / TILE_ELEMENTS;
@@ -254,7 +252,7 @@ static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* k
 static void weights_create(Optim* optim, int index) {
     const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
-    Weights* weights = &optim->weights[index];
+    StoredWeights* weights = &optim->weights[index];
     weights->row = plan->weights[index].format;
     weights->run = run;
     const FormatRow* format = weights->row;
@@ -290,11 +288,6 @@ static void rows_create(Optim* optim, int index) {
     if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
 }
 
-static void rows_free(const Device* dev, RowWork* work) {
-    device_free(dev, work->tensor), device_free(dev, work->parts);
-    row_plan_free(&work->plan);
-}
-
 // Returns the number of tiles for which a launch's kernels are made; 0 if none is to be made.
 static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
     return optim->counts ? 0 : plan->tiles;
@@ -325,13 +318,6 @@ static void matrix_create(Optim* optim, int index) {
     matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
     free(tiles);
-}
-
-static void matrix_free(const Device* dev, MatrixWork* work) {
-    device_free(dev, work->matrix), device_free(dev, work->scratch), device_free(dev, work->work);
-    device_free(dev, work->sums), device_free(dev, work->unit), device_free(dev, work->low);
-    device_free(dev, work->direction), device_free(dev, work->low_tiles);
-    matrix_plan_free(&work->plan);
 }
 
 // Makes the kernels for steps in CUDA graphs, if the launch's steps can be captured.
@@ -430,53 +416,26 @@ OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const Optim
     optim->counts = true;
     optim_make(optim, tensors, count, compute);
     const OptimBytes bytes = optim->allocated;
-    const Device host = {};
-    optim->dev = &host;  // nothing was allocated on the device, which need not exist (--fit)
     optim_free(optim);
     return bytes;
 }
 
-// An optimizer that was not made completely has no plan yet, or lacks some of the plan's weights and launches.
+// An optimizer that was not made completely may have no plan yet.
 void optim_free(Optim* optim) {
     if (!optim) return;
-    const int weights = optim->plan ? optim->plan->weights_count : 0,
-              launches = optim->plan ? optim->plan->launches : 0;
-    for (int i = 0; i < weights; i++) {
-        if (!optim->weights[i].row) continue;
-        if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim, optim->weights[i].row, &optim->weights[i].streams, false);
+    for (int i = 0; i < optim->memories; i++) {
+        (optim->memory[i].on_host ? host_free : device_free)(optim->dev, optim->memory[i].at);
     }
-    device_free(optim->dev, optim->seen);
-    for (int i = 0; i < launches; i++) {
-        StepLaunch* launch = &optim->launch[i];
-        for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
-            const FormatRow* format = slot_format(launch->plan, (Slot)slot);
-            free_streams(optim, format, &launch->kept[slot], true);
-        }
-        rows_free(optim->dev, &launch->passes);
-        matrix_free(optim->dev, &launch->matrix);
+    for (int i = 0; i < (optim->plan ? optim->plan->launches : 0); i++) {
+        row_plan_free(&optim->launch[i].passes.plan), matrix_plan_free(&optim->launch[i].matrix.plan);
     }
-    device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     requests_free(optim);
     free(optim->tensors), free(optim->grads), free(optim);
 }
 
-OptimParts optim_parts(const Optim* optim) {
-    return {optim->dev, &optim->config, optim->plan, optim->tensors, optim->count};
-}
-
-const Streams* optim_kept(const Optim* optim, int launch) {
-    return &optim->launch[launch].kept[SLOT_M];
-}
-
-void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT], int64_t first) {
-    for (int k = 0; k < OPTIM_KEPT; k++) optim->launch[index].at[k] = at[k];
-    optim->launch[index].states = (uint32_t)first;
-}
-
-static const Weights* weights_of(const Optim* optim, int tensor) {
+static const StoredWeights* weights_of(const Optim* optim, int tensor) {
     const Plan* plan = optim->plan;
     return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
 }
@@ -495,7 +454,7 @@ void* optim_weights(const Optim* optim) {
 }
 
 // Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
-static void decode_tiles(const Optim* optim, const Weights* weights, int64_t first, int64_t tiles, void* to) {
+static void decode_tiles(const Optim* optim, const StoredWeights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
     const Streams from = row_tile(format, weights->streams, first), decoded = {to, nullptr};
     if (tiles == 0) return;
@@ -515,7 +474,7 @@ static void decode_tiles(const Optim* optim, const Weights* weights, int64_t fir
 
 void optim_decode(Optim* optim) {
     for (int i = 0; i < optim->plan->weights_count && optim->seen; i++) {
-        const Weights* weights = &optim->weights[i];
+        const StoredWeights* weights = &optim->weights[i];
         const int64_t first = weights->run->begin / TILE_ELEMENTS, end = weights->run->end / TILE_ELEMENTS;
         void* to = array_at(compute_row(optim->compute)->stream[0], optim->seen, first);
         if (!weights->are_seen) decode_tiles(optim, weights, 0, end - first, to);
@@ -523,13 +482,13 @@ void optim_decode(Optim* optim) {
 }
 
 const void* optim_stored_weights(const Optim* optim, int tensor) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     const int64_t first = weights_tile(optim, tensor);
     return weights->are_seen ? row_tile(weights->row, weights->streams, first).codes : nullptr;
 }
 
 OptimCodes optim_codes(const Optim* optim, int tensor) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     if (!format_is_operand(weights->row) || is_elsewhere(optim->plan, tensor)) return {};
     const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
     return {(const uint8_t*)row_tile(weights->row, weights->streams, weights_tile(optim, tensor)).codes,
@@ -537,7 +496,7 @@ OptimCodes optim_codes(const Optim* optim, int tensor) {
 }
 
 void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     const int64_t tiles = tensor_padded(&optim->tensors[tensor]) / TILE_ELEMENTS;
     decode_tiles(optim, weights, weights_tile(optim, tensor), tiles, to);
 }

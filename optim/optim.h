@@ -217,11 +217,10 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
 
 // Takes the step for some tensors only, so that a backward pass can update the tensors whose gradients are complete.
-// `tensor` has `count` tensors; the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole
-// tile; or `grads` is null, see optim_step. A shard steps the part that lies in it. Once each tensor has been stepped,
-// all bits are those of optim_step. optim_releases must allow it.
-void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
-                        float lr, int64_t step);
+// `tensor` has `count` tensors, whose gradients optim_tensor_grads has set, with zeros behind them up to a whole tile.
+// A shard steps the part that lies in it. Once each tensor has been stepped, all bits are those of optim_step.
+// optim_releases must allow it.
+void optim_step_tensors(Optim* optim, const int* tensor, int count, const float* grad_scale, float lr, int64_t step);
 
 // Ends a step that optim_step_tensors has taken: refreshes a compute copy that the step's kernels do not write.
 void optim_step_end(Optim* optim);

@@ -81,9 +81,14 @@ inline bool is_elsewhere(const Plan* plan, int tensor) {
     return plan->here[tensor].begin == plan->here[tensor].end;
 }
 
+// Returns the number, among the elements that are kept here, of a tensor's first one.
+inline int64_t first_here(const Plan* plan, int tensor) {
+    return plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+}
+
 // Returns true if a run has what is kept here of a tensor, or some of it.
 inline bool is_in_run(const Plan* plan, int tensor, const ArenaRun* run) {
-    const int64_t at = plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+    const int64_t at = first_here(plan, tensor);
     return !is_elsewhere(plan, tensor) && at >= run->begin && at < run->end;
 }
 

@@ -6,22 +6,20 @@
 
 #include "../data/json.h"
 #include "../kernels/ranks/collect.cuh"
-#include "optim.h"
-#include "plan.h"
+#include "made.h"
 
 static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && optim_model_dtype(stream->dtype);
 }
 
 const char* optim_saved_dtype(const Optim* optim, int tensor) {
-    const Plan* plan = optim_parts(optim).plan;
+    const Plan* plan = optim->plan;
     const char* dtype = plan->launch[plan->launch_of[tensor]].rows.weights->stream[0].dtype;
     return optim_model_dtype(dtype) ? dtype : "F32";
 }
 
 struct OptimSaved {
     const Optim* optim;
-    OptimParts parts;
     Plan* whole;  // of the whole arena
     Shard* shard;
     OptimStream extra;  // follows the optimizer's arrays; `name` NULL: none
@@ -39,7 +37,7 @@ struct SavedPart {
 
 static SavedPart part_of(const OptimSaved* saved, int t, const OptimStream* stream) {
     const Slot slot = (Slot)stream->slot;
-    const Plan* plan = saved->parts.plan;
+    const Plan* plan = saved->optim->plan;
     const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(plan, t, slot);
     const StreamInfo& info = all.format->stream[stream->array];
     const OptimTensor *tensor = &saved->whole->kept[t][slot], *kept = &plan->kept[t][slot];
@@ -64,18 +62,18 @@ static SavedPart part_of(const OptimSaved* saved, int t, const OptimStream* stre
 static void part_read(const OptimSaved* saved, int t, const SavedPart* part, const char* data, int64_t begin,
                       int64_t end, char* to) {
     Shard* s = saved->shard;
-    const int64_t first = saved->parts.tensors[t].offset / TILE_ELEMENTS;
+    const int64_t first = saved->optim->tensors[t].offset / TILE_ELEMENTS;
     if (shard_splits(s, SHARD_STATES)) {
         shard_collect(s, to, data, first, part->tile_bytes, part->whole, begin, end);
     } else if (data && (!s || s->comm.rank == 0)) {
-        copy_to_host(saved->parts.dev, to, data + begin, end - begin);
+        copy_to_host(saved->optim->dev, to, data + begin, end - begin);
     }
 }
 
 void optim_saved_weights(void* context, int t, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
-    const OptimTensor* tensor = &saved->parts.tensors[t];
-    const Plan* plan = saved->parts.plan;
+    const OptimTensor* tensor = &saved->optim->tensors[t];
+    const Plan* plan = saved->optim->plan;
     const FormatRow* format = plan->launch[plan->launch_of[t]].rows.weights;
     SavedPart part = {0, 0, TILE_ELEMENTS * (int64_t)sizeof(float), false, nullptr};
     if (optim_model_dtype(format->stream[0].dtype)) {
@@ -91,10 +89,9 @@ void optim_saved_weights(void* context, int t, void* to) {
 
 OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream* extra) {
     OptimSaved* saved = (OptimSaved*)memory_zero(1, sizeof(*saved));
-    const OptimParts parts = saved->parts = optim_parts(optim);
-    OptimConfig whole = *parts.config;
+    OptimConfig whole = optim->config;
     whole.runs = nullptr;
-    saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, parts.tensors, parts.count);
+    saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, optim->tensors, optim->count);
     if (extra) saved->extra = *extra;
     for (int i = 0; i < optim_stream_count(optim); i++) {
         OptimStream stream = optim_stream(optim, i);
@@ -120,8 +117,8 @@ OptimStream optim_saved_array(const OptimSaved* saved, int i) {
 void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
     const OptimStream* stream = &saved->array[i];
-    if (i == saved->arrays) return copy_to_host(saved->parts.dev, to, (const char*)saved->extra.data + at, bytes);
-    for (int t = 0; t < saved->parts.count; t++) {
+    if (i == saved->arrays) return copy_to_host(saved->optim->dev, to, (const char*)saved->extra.data + at, bytes);
+    for (int t = 0; t < saved->optim->count; t++) {
         const LaunchPlan* launch = &saved->whole->launch[saved->whole->launch_of[t]];
         const int index = stream->slot == SLOT_WEIGHTS ? launch->weights : (int)(launch - saved->whole->launch);
         if (index != stream->index) continue;

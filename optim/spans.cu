@@ -2,8 +2,7 @@
 // after another in the arena's order; and the end of a step that computed new ones.
 #include "each.cuh"
 #include "formats/spans.cuh"
-#include "rows.cuh"
-#include "storage.h"
+#include "made.h"
 
 // The rows and columns to which rank-1 scales belong. A matrix of more than 2^31 rows or columns counts as a vector.
 struct SpanShape {

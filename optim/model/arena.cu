@@ -140,7 +140,7 @@ int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states
 
 // Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.
 static void point_to_sums(const Arena* a) {
-    const Plan* plan = optim_parts(a->optim).plan;
+    const Plan* plan = a->optim->plan;
     const int64_t bytes = a->grads_bf16 ? 2 : 4;
     const bool apart = !a->releases && shard_splits(a->shard, SHARD_GRADS);
     for (int t = 0; t < a->count; t++) {

@@ -66,7 +66,7 @@ DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
 
 Decoded* decoded_open(const Arena* a) {
     Decoded* d = (Decoded*)memory_zero(1, sizeof(Decoded));
-    const Plan* plan = optim_parts(a->optim).plan;
+    const Plan* plan = a->optim->plan;
     const size_t count = (size_t)a->count + 1;
     ring_open(&d->ring, a->dev, 2, false);
     d->place = (int64_t*)memory_zero(count, sizeof(int64_t));

@@ -2,7 +2,7 @@
 // embeddings or the last layernorm.
 #pragma once
 #include "../../kernels/layer_ring.cuh"
-#include "../plan.h"
+#include "../made.h"
 #include "arena.h"
 
 // The tensors of a part in the arena's order.

@@ -76,7 +76,7 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
     const int some = each ? 1 : list->count;
     offload_take(a->offload, part);
     for (int i = 0; i < list->count; i += some) {
-        optim_step_tensors(a->optim, list->tensor + i, nullptr, some, factor + i, a->step.lr, a->step.number);
+        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->step.lr, a->step.number);
     }
     offload_give(a->offload, part);
 }
