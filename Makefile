@@ -236,10 +236,6 @@ fuzz: train
 build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(SHARED_OBJECTS)
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
 
-# Layouts that only count do sums on null pointers in C++ (layout_take).
-# The parsers are in C, where such sums are faults.
-build/fuzz/%.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZERS) -fno-sanitize=pointer-overflow
-
 # Tests of the CPU with the fuzzers' objects, for memory errors and undefined behaviour. Leaks are not looked for, as
 # text_kept keeps texts until the program ends. Tests that start many programs would take too long.
 SANITIZE_CPU ?= $(addprefix -k ,data_ corpus_content corpus_text corpus_short corpus_voc corpus_mixed corpus_fing corpus_data \

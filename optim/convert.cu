@@ -11,7 +11,7 @@ constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 struct Side {
     ArrayRef place;
     const FormatRow* format;    // the place's, to nearest; null: nothing is kept
-    const OptimTensor* tensor;  // the shape in which the slot keeps it
+    const OptimTensor* tensor;  // place.kept
     Slot slot;
     int64_t begin, end;         // its elements that lie in the arrays, with padding
     const Device* dev;          // of an optimizer
@@ -20,21 +20,14 @@ struct Side {
     // The piece at hand, as values and as stored. Numbers of spans are those of the whole tensor.
     float* values;  // (PIECE_ELEMENTS)
     Streams piece;
-    int64_t number_bytes;
     SpanTile tile;
 };
-
-OptimStream array_ref_stream(const Optim* optim, const ArrayRef* place, const StreamInfo& info) {
-    char name[256];
-    stream_name(place->array, info, name, sizeof(name));
-    return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
-}
 
 static Side side_of(const Plan* plan, int tensor, Slot slot) {
     Side side = {};
     side.place = plan_array_ref(plan, tensor, slot);
     side.format = side.place.nearest;
-    side.tensor = &plan->kept[tensor][slot], side.slot = slot;
+    side.tensor = side.place.kept, side.slot = slot;
     const KeptPart part = kept_part(plan, tensor, slot);
     side.begin = part.begin, side.end = part.end;
     return side;
@@ -43,8 +36,7 @@ static Side side_of(const Plan* plan, int tensor, Slot slot) {
 static Side side_of_optim(const Optim* optim, int tensor, Slot slot) {
     Side side = side_of(optim->plan, tensor, slot);
     side.dev = optim->dev;
-    for (int i = 0; i < 3 && side.format; i++)
-        side.array[i] = array_ref_stream(optim, &side.place, side.format->stream[i]).data;
+    for (int i = 0; i < 3; i++) side.array[i] = optim_array(optim, tensor, slot, i);
     return side;
 }
 
@@ -53,14 +45,13 @@ static void side_open(Side* side) {
     const FormatRow* format = side->format;
     const Span span = format_span(format);
     const int64_t ready = ready_numbers(span, side->tensor) * (int64_t)sizeof(float);
-    side->number_bytes = span_numbers(span, side->tensor) * (int64_t)sizeof(float);
     side->values = (float*)memory_zero(PIECE_ELEMENTS, sizeof(float));
     void* table = format->table_bytes > 0 && format->fill ? memory_take((size_t)format->table_bytes) : nullptr;
     if (table) format->fill(table);
     side->piece = {memory_zero(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
                    memory_zero(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + ready) + 1), table,
                    memory_zero(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
-                   (float*)memory_zero(1, (size_t)side->number_bytes + 1)};
+                   (float*)memory_zero(span_numbers(span, side->tensor) + 1, sizeof(float))};
 }
 
 static void side_close(Side* side) {
@@ -70,8 +61,8 @@ static void side_close(Side* side) {
 
 // Copies bytes of array i, from byte `at` on, to host memory or, if `writes`, from there.
 static void array_move(const Side* side, int i, int64_t at, int64_t bytes, void* host, bool writes) {
-    char* there = (char*)side->array[i] + at;
     if (!side->array[i] || bytes == 0) return;
+    char* there = (char*)side->array[i] + at;
     if (side->stored) {
         side->stored->read(side->stored->context, side->array[i], at, bytes, host);
     } else if (writes) {
@@ -85,15 +76,15 @@ static void array_move(const Side* side, int i, int64_t at, int64_t bytes, void*
 static void piece_move(const Side* side, int64_t start, int64_t n, const Streams* piece, bool writes) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = side->format->stream[i];
-        const int64_t at = stream_bytes(info, side->tensor->offset + start - side->place.run->begin);
+        const int64_t at = array_bytes(&side->place, i).begin + stream_bytes(info, start);
         array_move(side, i, at, stream_bytes(info, n), stream_data(piece, i), writes);
     }
 }
 
 // Copies the tensor's numbers of spans, if it has any.
 static void numbers_move(const Side* side, void* numbers, bool writes) {
-    if (format_span(side->format) == SPAN_RUN) return;
-    array_move(side, 1, side->place.at * (int64_t)sizeof(float), side->number_bytes, numbers, writes);
+    const ArrayBytes own = array_bytes(&side->place, 1);
+    if (format_span(side->format) != SPAN_RUN) array_move(side, 1, own.begin, own.bytes, numbers, writes);
 }
 
 // Calls function(start, n) for each piece of the tensor that lies in the arrays.
@@ -156,38 +147,12 @@ static void side_store(Side* side, Fill fill) {
     numbers_move(side, side->piece.new_scales, true);
 }
 
-// Stores weights of the side's elements; `values` begin with element `start` of the tensor.
-static void weights_store(Side* side, int64_t start, const float* values) {
-    if (side->begin >= side->end) return;
-    side_open(side);
-    side_store(side, [&](int64_t at, int64_t n) { piece_values(side, values + (at - start), at, n); });
-    side_close(side);
-}
-
 void optim_set_weights(Optim* optim, int index, const float* values) {
     Side side = side_of_optim(optim, index, SLOT_WEIGHTS);
-    weights_store(&side, 0, values);
-}
-
-bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const float* values) {
-    Side side = side_of_optim(optim, index, SLOT_WEIGHTS);
-    const FormatRow* format = side.place.format;
-    if (format_span(format) != SPAN_RUN) return false;
-    const int64_t padded = start + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS;
-    if (start > side.begin) side.begin = start;
-    if (padded < side.end) side.end = padded;
-    if (side.dev->gpu && side.begin < side.end) {
-        const int64_t first = side.tensor->offset + side.begin - side.place.run->begin;
-        const Streams to = row_tile(format, {(void*)side.array[0], (void*)side.array[1], nullptr, (void*)side.array[2]},
-                                    first / TILE_ELEMENTS);
-        values += side.begin - start, n -= side.begin - start;
-        void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
-        dim3 grid((unsigned)((side.end - side.begin) / TILE_ELEMENTS)), block(TILE_ELEMENTS / DECODE_ELEMENTS);
-        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, side.dev->stream));
-    } else {
-        weights_store(&side, start, values);
-    }
-    return true;
+    if (side.begin >= side.end) return;
+    side_open(&side);
+    side_store(&side, [&](int64_t start, int64_t n) { piece_values(&side, values + start, start, n); });
+    side_close(&side);
 }
 
 void optim_get_weights(const Optim* optim, int index, float* values) {
@@ -214,14 +179,14 @@ static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
 
 // Finds a side's arrays in the checkpoint's file, and counts those that begin with this tensor. Returns false with a
 // sentence if one is missing.
-static bool stored_find(Side* side, const OptimStored* stored, int* arrays, char* error) {
+static bool stored_find(Side* side, const Plan* plan, const OptimStored* stored, int* arrays, char* error) {
     side->stored = stored;
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = side->format->stream[i];
         const int64_t bytes = run_bytes(side->place.run, info);
         char name[256];
         if (info.bits == 0 || in_model_file(side->slot, i, info)) continue;
-        stream_name(side->place.array, info, name, sizeof(name));
+        stream_name(plan, side->place.index, side->slot, info, name, sizeof(name));
         side->array[i] = stored->array(stored->context, name, info.dtype, bytes);
         *arrays += side->place.run->begin == side->tensor->offset;
         if (side->array[i]) continue;
@@ -354,7 +319,7 @@ static void side_means(Side* side, Fill fill) {
             mean[rows + i % cols] += (double)side->values[i - start] / (double)rows;
         }
     });
-    const int64_t numbers = side->number_bytes / (int64_t)sizeof(float);
+    const int64_t numbers = span_numbers(format_span(side->format), side->tensor);
     for (int64_t i = 0; i < numbers; i++) side->piece.new_scales[i] = (float)mean[i];
     numbers_move(side, side->piece.new_scales, true);
     free(mean);
@@ -367,7 +332,7 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
     if (from.format != to.format) note_change(changes, &from, &to);
     int arrays = 0;
     char ignored[DATA_ERROR_BYTES];
-    if (!from.format || !to.format || to.begin >= to.end || !stored_find(&from, stored, &arrays, ignored)) return;
+    if (!from.format || !to.format || to.begin >= to.end || !stored_find(&from, plan, stored, &arrays, ignored)) return;
     const size_t elements = (size_t)(to.tensor->rows * to.tensor->cols);
     float* weights = slot == SLOT_WEIGHTS ? (float*)memory_zero(elements, sizeof(float)) : nullptr;
     if (weights) stored->weights(stored->context, index, weights);
@@ -410,7 +375,7 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
         Side from = side_of(plan, t, (Slot)(i / optim->count));
         const Side to = side_of(optim->plan, t, (Slot)(i / optim->count));
         ok = slot_fits(&from, &to, optim->tensors[t].name, error) &&
-             (!from.format || stored_find(&from, stored, &arrays, error));
+             (!from.format || stored_find(&from, plan, stored, &arrays, error));
     }
     if (ok && arrays != stored->arrays) {
         ok = data_error(error, "it holds %d arrays and its formats (weights %s, m %s, v %s) make %d", stored->arrays,

@@ -137,6 +137,9 @@ void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale
 // rule that reads matrices.
 Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile* applied);
 
+// Returns array i of the slot in which a tensor lies; null if there is none.
+void* optim_array(const Optim* optim, int tensor, Slot slot, int i);
+
 // Call this when others have written the states of an optimizer that took steps.
 void optim_loaded(Optim* optim);
 

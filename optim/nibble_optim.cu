@@ -722,14 +722,13 @@ NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int inde
         const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
-            const OptimStream stream = array_ref_stream(optim->optim, &place, info);
-            if (!stream.data || index-- != 0) continue;
-            const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
+            const OptimTensor* kept = place.kept;  // has another shape with projected gradients
+            char* array = (char*)optim_array(optim->optim, tensor, (Slot)slot, i);
+            if (!array || index-- != 0) continue;
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
-            const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
-                          bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
-            *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
-            stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
+            const ArrayBytes own = array_bytes(&place, i);
+            *state = {"", info.dtype, array + own.begin, own.bytes, run && same ? info.run : 0, info.bits};
+            stream_name(plan, 0, (Slot)slot, info, state->name, sizeof(state->name));
             return 1;
         }
     }

@@ -172,11 +172,6 @@ void optim_free(Optim* optim);
 // takes the part that lies in it. Call optim_decode after the last tensor.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
-// Does the same for elements `start`, a multiple of TILE_ELEMENTS, to start + n - 1 of a tensor, from values in device
-// memory, on dev->stream. The call for the tensor's last elements also sets the padding behind them. Returns false, and
-// sets nothing, for formats with scales of whole tensors.
-bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values);
-
 // Reads the weights of one tensor into host values (rows x cols), as the model sees them: of bf16+fp32 the bf16. They
 // are not rounded to the compute type. A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
@@ -222,9 +217,6 @@ void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
 // optim_releases must allow it.
 void optim_step_tensors(Optim* optim, const int* tensor, int count, const float* grad_scale, float lr, int64_t step);
 
-// Ends a step that optim_step_tensors has taken: refreshes a compute copy that the step's kernels do not write.
-void optim_step_end(Optim* optim);
-
 // Returns true if a resolved configuration allows optim_step_tensors; otherwise false with a sentence: for rules that
 // project gradients, and in the library for all rules that read matrices.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
@@ -232,9 +224,6 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
 // Return the number of stored streams, and stream `index`, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
-
-// Returns the stream of this name; its data and name are null if there is none.
-OptimStream optim_stream_named(const Optim* optim, const char* name);
 
 // An optimizer in a checkpoint, in any formats, and the functions that read it.
 struct OptimStored {

@@ -408,7 +408,8 @@ static void require_replays(const PlacedTables* tables) {
     for (int i = 0; i < tables->runs; i++) {
         const StepLaunch* launch = &tables->optim->launch[tables->run[i].launch];
         const OptimConfig* config = &launch->plan->config;
-        if (launch->kernel.replayed.jit.function) continue;
+        const bool second = launch->rows.rule->matrix;
+        if (launch->kernel.replayed.jit.function && (!second || launch->apply.replayed.jit.function)) continue;
         if (is_low_rank(rule_of(config))) {
             user_error(
                 "%s projects gradients, and the host decides when it takes new directions, which a CUDA graph cannot "

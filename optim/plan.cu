@@ -363,16 +363,13 @@ const char* slot_name(Slot slot) {
     return names[slot];
 }
 
-void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes) {
-    bool own_name = stream.name[0] && stream.name[0] != '.', overridden = strchr(array, '[');
-    snprintf(name, bytes, "%s%s%s", own_name && !overridden ? "" : array, own_name && overridden ? "." : "",
-             stream.name);
-}
-
-void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BYTES]) {
+void stream_name(const Plan* plan, int index, Slot slot, const StreamInfo& stream, char* name, size_t bytes) {
     static_assert(sizeof(Override::patterns) + sizeof("weights.16[].scales") <= ARRAY_NAME_BYTES, "names are whole");
     const char* pattern = slot == SLOT_WEIGHTS ? plan->weights[index].pattern : plan->launch[index].pattern;
-    snprintf(array, ARRAY_NAME_BYTES, index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
+    const bool own_name = stream.name[0] && stream.name[0] != '.';
+    char array[ARRAY_NAME_BYTES];
+    snprintf(array, sizeof(array), index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
+    snprintf(name, bytes, "%s%s%s", own_name && !index ? "" : array, own_name && index ? "." : "", stream.name);
 }
 
 // Writes the name of the row with the same arrays that rounds to nearest, and returns it.
@@ -391,6 +388,8 @@ ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     const bool weights = slot == SLOT_WEIGHTS;
     ArrayRef place = {};
     place.rule = launch_plan->config.rule;
+    place.kept = &plan->kept[tensor][slot];
+    place.index = weights ? launch_plan->weights : launch;
     place.run = weights ? &plan->weights[launch_plan->weights].run : &launch_plan->kept[slot];
     if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
     char nearest[64];
@@ -399,8 +398,15 @@ ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
     if (!place.nearest) place.nearest = format;
     place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
-    plan_array(plan, weights ? launch_plan->weights : launch, slot, place.array);
     return place;
+}
+
+ArrayBytes array_bytes(const ArrayRef* place, int i) {
+    const StreamInfo& info = place->format->stream[i];
+    const int64_t number = sizeof(float), tile = stream_bytes(info, TILE_ELEMENTS);
+    if (info.span != SPAN_RUN) return {place->at * number, span_numbers(info.span, place->kept) * number};
+    return {(place->kept->offset - place->run->begin) / TILE_ELEMENTS * tile,
+            tensor_padded(place->kept) / TILE_ELEMENTS * tile};
 }
 
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {

@@ -35,26 +35,13 @@ struct SavedPart {
     const char* data;  // where they begin, or would, in this rank's array
 };
 
-static SavedPart part_of(const OptimSaved* saved, int t, const OptimStream* stream) {
-    const Slot slot = (Slot)stream->slot;
-    const Plan* plan = saved->optim->plan;
-    const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(plan, t, slot);
-    const StreamInfo& info = all.format->stream[stream->array];
-    const OptimTensor *tensor = &saved->whole->kept[t][slot], *kept = &plan->kept[t][slot];
-    const char* data = (const char*)stream->data;
-    SavedPart part = {};
-    part.tile_bytes = stream_bytes(info, TILE_ELEMENTS);
-    part.whole = config_reads_whole(&plan->launch[plan->launch_of[t]].config);
-    if (info.span == SPAN_RUN) {
-        part.begin = stream_bytes(info, tensor->offset - all.run->begin);
-        part.end = part.begin + stream_bytes(info, tensor_padded(tensor));
-        part.data = data + (kept->offset - own.run->begin) / TILE_ELEMENTS * part.tile_bytes;
-    } else {
-        part.begin = all.at * (int64_t)sizeof(float);
-        part.end = part.begin + span_numbers(info.span, tensor) * (int64_t)sizeof(float);
-        part.data = data + own.at * (int64_t)sizeof(float);
-    }
-    return part;
+static SavedPart part_of(const OptimSaved* saved, int t, Slot slot, int i) {
+    const Optim* optim = saved->optim;
+    const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(optim->plan, t, slot);
+    const ArrayBytes bytes = array_bytes(&all, i);
+    return {bytes.begin, bytes.begin + bytes.bytes, stream_bytes(all.format->stream[i], TILE_ELEMENTS),
+            config_reads_whole(&optim->plan->launch[optim->plan->launch_of[t]].config),
+            (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin};
 }
 
 // Copies bytes `begin` to `end` - 1 of a tensor, which begin at `data` on this rank, to rank 0's memory. `data` NULL:
@@ -77,9 +64,7 @@ void optim_saved_weights(void* context, int t, void* to) {
     const FormatRow* format = plan->launch[plan->launch_of[t]].rows.weights;
     SavedPart part = {0, 0, TILE_ELEMENTS * (int64_t)sizeof(float), false, nullptr};
     if (optim_model_dtype(format->stream[0].dtype)) {
-        ArrayRef weights = plan_array_ref(plan, t, SLOT_WEIGHTS);
-        OptimStream stream = array_ref_stream(saved->optim, &weights, format->stream[0]);
-        part = part_of(saved, t, &stream);
+        part = part_of(saved, t, SLOT_WEIGHTS, 0);
     } else {
         optim_get_weights(saved->optim, t, (float*)to);
     }
@@ -119,10 +104,10 @@ void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to)
     const OptimStream* stream = &saved->array[i];
     if (i == saved->arrays) return copy_to_host(saved->optim->dev, to, (const char*)saved->extra.data + at, bytes);
     for (int t = 0; t < saved->optim->count; t++) {
-        const LaunchPlan* launch = &saved->whole->launch[saved->whole->launch_of[t]];
-        const int index = stream->slot == SLOT_WEIGHTS ? launch->weights : (int)(launch - saved->whole->launch);
-        if (index != stream->index) continue;
-        const SavedPart part = part_of(saved, t, stream);
+        const Slot slot = (Slot)stream->slot;
+        const int launch = saved->whole->launch_of[t];
+        if ((slot == SLOT_WEIGHTS ? saved->whole->launch[launch].weights : launch) != stream->index) continue;
+        const SavedPart part = part_of(saved, t, slot, stream->array);
         const int64_t begin = at > part.begin ? at : part.begin, end = at + bytes < part.end ? at + bytes : part.end;
         if (begin >= end) continue;
         part_read(saved, t, &part, part.data, begin - part.begin, end - part.begin, (char*)to + (begin - at));

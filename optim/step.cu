@@ -261,11 +261,6 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     }
     for (int i = 0; i < plan->launches; i++) tiles_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
     optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
-    optim_step_end(optim);
-}
-
-void optim_step_end(Optim* optim) {
-    if (optim->compute != OPTIM_BF16) optim_decode(optim);  // the step itself writes a bf16 copy
 }
 
 // Tensors of a launch that follow each other are stepped together.

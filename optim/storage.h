@@ -33,7 +33,6 @@ struct FormatRow : StorageFunctions<None> {
     bool has_sign;
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
-    const void* set_tiles;  // of weights: optim_set_kernel; null for formats with spans and without CUDA
 
     OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
         call.load(*this, streams, first, x, n, key);

@@ -182,6 +182,14 @@ inline void* to_host(const OptimRun* run, const void* data, int64_t bytes) {
     return run->room.to_host((const char*)data, bytes);
 }
 
+// Returns the stream of this name; its data and name are NULL if there is none.
+inline OptimStream optim_stream_named(const Optim* optim, const char* name) {
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        if (is(optim_stream(optim, i).name, name)) return optim_stream(optim, i);
+    }
+    return {};
+}
+
 // Copies a stored array to such memory; NULL if there is none.
 inline void* run_array(const OptimRun* run, const char* name) {
     const OptimStream stream = optim_stream_named(run->optim, name);
