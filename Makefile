@@ -106,7 +106,7 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert jit list model/decode model/offload optim override plan resolve)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,checkpoint/convert jit list model/decode model/offload optim override plan resolve)
 $(HOST_ONLY): private CUDA_ARCH :=
 $(HOST_ONLY): private CUDA_PTX := 80
 

@@ -13,7 +13,7 @@
         "\"\n.popsection\n");
 #endif
 #include "persistent.cuh"
-#include "sums.cuh"
+#include "rows/sums.cuh"
 #include "table.cuh"
 
 #include <dlfcn.h>

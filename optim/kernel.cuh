@@ -18,7 +18,7 @@
 #include "formats/feedback.cuh"
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
-#include "rows.cuh"
+#include "rows/rows.cuh"
 #include "rules/hyper.cuh"
 
 EMBED_SOURCE

@@ -3,7 +3,7 @@
 #include "jit.h"
 #include "matrix/matrix.h"
 #include "plan.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 // The weights of all tensors that are stored in one format.
 struct StoredWeights {

@@ -4,7 +4,7 @@
 #include <assert.h>
 
 #include "each.cuh"
-#include "rows.h"
+#include "rows/rows.h"
 
 // One tile of the table: the tensor and the elements that it covers.
 struct PlacedTile {

@@ -6,7 +6,7 @@
 
 #include "../../kernels/ranks/slices.cuh"
 #include "../../optim/table.cuh"
-#include "../../optim/plan.h"
+#include "../../optim/made.h"
 #include "../room.h"
 #include "rules.h"
 

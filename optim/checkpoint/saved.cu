@@ -1,12 +1,11 @@
 // The optimizer in a checkpoint (optim.h): its arrays, which files hold unsharded; its formats as JSON; and the options
-// of a run that resumes with other ones. This file calls only functions of optim.h, so it is also an example of their
-// use.
+// of a run that resumes with other ones.
 #include <stdlib.h>
 #include <string.h>
 
-#include "../data/json.h"
-#include "../kernels/ranks/collect.cuh"
-#include "made.h"
+#include "../../data/json.h"
+#include "../../kernels/ranks/collect.cuh"
+#include "../made.h"
 
 static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && optim_model_dtype(stream->dtype);

@@ -4,7 +4,7 @@
 // encode and decode on the host's cores, for any device. A shard touches only its parts of the tensors. Formats in
 // spans need two passes over a tensor, the first one for its maxima. Cost: the arrays are read and written once; a side
 // takes about 10 MB.
-#include "made.h"
+#include "../made.h"
 
 constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 

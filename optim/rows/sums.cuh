@@ -7,7 +7,7 @@
 // sum of squares takes 5 instructions an element and came's residual 16, less time than a GPU needs to read the
 // elements.
 #pragma once
-#include "kernel.cuh"
+#include "../kernel.cuh"
 
 EMBED_SOURCE
 

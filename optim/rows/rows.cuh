@@ -28,10 +28,10 @@
 // came 7, and --limit-growth all that the step loads. Besides the states, memory holds partial sums: 4/256 bytes a
 // parameter for rows and 4/128 for columns.
 #pragma once
-#include "formats/bf16.cuh"
-#include "formats/fp32.cuh"
-#include "formats/spans.cuh"
-#include "rules/hyper.cuh"
+#include "../formats/bf16.cuh"
+#include "../formats/fp32.cuh"
+#include "../formats/spans.cuh"
+#include "../rules/hyper.cuh"
 
 EMBED_SOURCE
 

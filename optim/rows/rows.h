@@ -2,8 +2,8 @@
 // passes of a launch and runs their CPU version and their ends. optim.cu owns the memory and launches the kernel of
 // sums.cuh, which depends on the formats.
 #pragma once
-#include "jit.h"
-#include "plan.h"
+#include "../jit.h"
+#include "../plan.h"
 #include "rows.cuh"
 
 constexpr int PASSES = 5;  // at most

@@ -1,8 +1,7 @@
 // The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold the numbers of one tensor
 // after another in the arena's order; and the end of a step that computed new ones.
-#include "each.cuh"
-#include "formats/spans.cuh"
-#include "made.h"
+#include "../each.cuh"
+#include "../made.h"
 
 // The rows and columns to which rank-1 scales belong. A matrix of more than 2^31 rows or columns counts as a vector.
 struct SpanShape {

@@ -1,7 +1,7 @@
 // See rows.h.
 #include "rows.h"
 
-#include "each.cuh"
+#include "../each.cuh"
 #include "sums.cuh"
 
 // The plan.
