@@ -24,19 +24,7 @@
 
 extern "C" const char __start_optim_sources[], __stop_optim_sources[];
 
-typedef unsigned __int128 Hash;
 typedef struct NvrtcProgram_* NvrtcProgram;
-
-// FNV-1a in 128 bits. It names files and finds damage; it is no protection against attackers.
-static Hash hash_bytes(Hash hash, const void* bytes, int64_t count) {
-    const Hash prime = ((Hash)1 << 88) + 0x13b;
-    for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const unsigned char*)bytes)[i]) * prime;
-    return hash;
-}
-
-static Hash hash_start() {
-    return ((Hash)0x6c62272e07bb0142ull << 64) + 0x62b821756295c58dull;
-}
 
 // The calls of NVRTC that are needed, declared here since the library is opened at run time and its header need not be
 // installed.
@@ -203,12 +191,13 @@ static bool cache_folder(char* folder, size_t bytes) {
 }
 
 void jit_key(const char* expression, const char* architecture, int major, int minor, char key[JIT_KEY_BYTES]) {
-    int version[2] = {major, minor};
-    Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
-    for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
-    hash = hash_bytes(hash, version, sizeof(version));
-    for (const char* text : {architecture, expression}) hash = hash_bytes(hash, text, (int64_t)strlen(text) + 1);
-    snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)(hash >> 64), (unsigned long long)hash);
+    char text[4096];
+    int used = 0;
+    for (const char* option : jit_options) used += snprintf(text + used, sizeof(text) - (size_t)used, "%s ", option);
+    snprintf(text + used, sizeof(text) - (size_t)used, "%s %d.%d %s", architecture, major, minor, expression);
+    const uint64_t source = text_hash(__start_optim_sources, __stop_optim_sources - __start_optim_sources),
+                   rest = text_hash(text, (int64_t)strlen(text));
+    snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)source, (unsigned long long)rest);
 }
 
 bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes) {
@@ -226,14 +215,13 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
 struct CacheHeader {
     char magic[16];
     int64_t symbol_bytes, image_bytes;
-    Hash checksum;  // of the sizes and of everything after the header
+    uint64_t checksum;  // of the sizes and of everything after the header; no protection against attackers
 };
 
-static const char cache_magic[16] = "nibble kernel 2";
+static const char cache_magic[16] = "nibble kernel 3";
 
-static Hash cache_checksum(const CacheHeader* header, const char* payload) {
-    const Hash hash = hash_bytes(hash_start(), &header->symbol_bytes, 16);
-    return hash_bytes(hash, payload, header->symbol_bytes + header->image_bytes);
+static uint64_t cache_checksum(const CacheHeader* header, const char* payload) {
+    return text_hash(payload, header->symbol_bytes + header->image_bytes) ^ bits_mix((uint64_t)header->symbol_bytes);
 }
 
 // Returns true for a folder or regular file (`type`) that only this user or root could have written.

@@ -245,7 +245,7 @@ struct OptimStored {
 // are restored to the bit, for any launches. Other formats are decoded (from the master, if the weights have one) and
 // encoded to nearest, a piece at a time, and `notice` reports it. Moments that the checkpoint's rule did not keep
 // become zero; but a rule that needs a v is refused if the checkpoint has none. Returns false with a sentence if v or
-// an array is missing, or if one of the user's own formats has changed; the optimizer must then not be used.
+// an array is missing; the optimizer must then not be used.
 bool optim_load(Optim* optim, const OptimStored* stored, char* error);
 
 // The functions below write and read the optimizer in a checkpoint, whose files are unsharded. `shard` says what each

@@ -4,7 +4,6 @@
 #include <assert.h>
 
 #include "each.cuh"
-#include "rows/rows.h"
 
 // One tile of the table: the tensor and the elements that it covers.
 struct PlacedTile {
@@ -340,8 +339,8 @@ __global__ void placed_pointers_kernel(const __grid_constant__ PointersPart part
     if ((int)threadIdx.x < part.count) to[part.first + threadIdx.x] = part.pointers[threadIdx.x];
 }
 
-// Captures the addresses as arguments of kernels, since the host's array changes later.
-static void pointers_capture(const PlacedTables* tables) {
+// Copies the addresses as arguments of kernels, which a CUDA graph captures; the host's array changes later.
+static void pointers_copy(const PlacedTables* tables) {
     const int count = tables->optim->count;
     for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
         PointersPart part = {};
@@ -354,19 +353,14 @@ static void pointers_capture(const PlacedTables* tables) {
 #endif
 
 // Computes where the tiles lie from the tensors' addresses.
-static void tables_places(PlacedTables* tables, bool capturing) {
+static void tables_places(const PlacedTables* tables) {
     const Device* dev = tables->optim->dev;
-    const PlacedView view = tables->view;
-    const int64_t bytes = tables->optim->count * (int64_t)sizeof(PlacedPointers);
-    if (!dev->gpu) memcpy(view.pointers, tables->pointers, (size_t)bytes);
+    if (!dev->gpu)
+        memcpy(tables->view.pointers, tables->pointers, (size_t)tables->optim->count * sizeof(PlacedPointers));
 #ifdef __CUDACC__
-    if (capturing) {
-        pointers_capture(tables);
-    } else if (dev->gpu) {  // pageable memory: when the call returns, the host's array may change
-        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
-    }
+    if (dev->gpu) pointers_copy(tables);
 #endif
-    for_each(dev, PlaceTiles{view}, tables->tiles);
+    for_each(dev, PlaceTiles{tables->view}, tables->tiles);
 }
 
 // Returns a launch's configuration with a group's betas and eps.
@@ -535,7 +529,7 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     tables_update(tables, step, capturing);
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
-    if (tables->moved || capturing) tables_places(tables, capturing);
+    if (tables->moved || capturing) tables_places(tables);
     tables->moved = false;
     tables->captured = tables->captured || capturing;
     tables->kept = tables->kept || capturing;
