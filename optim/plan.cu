@@ -198,36 +198,6 @@ KeptPart kept_part(const Plan* plan, int t, Slot slot) {
     return part;
 }
 
-// Counts the numbers of spans of a launch's tensors that are kept here. `numbers` has the counts of earlier launches.
-static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
-    LaunchPlan* launch = &plan->launch[index];
-    const Span ready = format_span(launch->rows.v);
-    memcpy(launch->run.at, numbers, sizeof(numbers));
-    for (int t = 0; t < count; t++) {
-        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
-        for (int span = 0; span < SPANS; span++) {
-            int64_t own = span_numbers((Span)span, &tensors[t]);
-            plan->at[t][span] = numbers[span];
-            numbers[span] += own;
-            launch->run.numbers[span] += own;
-        }
-        plan->ready[t] = launch->run.ready;
-        launch->run.ready += ready_numbers(ready, &tensors[t]);
-    }
-}
-
-static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
-    int64_t numbers[SPANS] = {};
-    for (int w = 0; w < plan->weights_count; w++) {
-        ArenaRun* run = &plan->weights[w].run;
-        memcpy(run->at, numbers, sizeof(numbers));
-        for (int l = 0; l < plan->launches; l++) {
-            if (plan->launch[l].weights == w) launch_numbers(plan, l, tensors, count, numbers);
-        }
-        for (int span = 0; span < SPANS; span++) run->numbers[span] = numbers[span] - run->at[span];
-    }
-}
-
 void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* grain, int64_t* cost) {
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
@@ -281,33 +251,46 @@ static void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* te
     }
 }
 
-// Places a launch's tensors behind the `elements` that earlier launches keep. Returns the elements with them.
-static int64_t plan_place(Plan* plan, int index, int64_t elements, const OptimTensor* tensors, int count) {
+// Places a launch's tensors behind those of earlier launches, and their numbers of spans behind the `numbers` that
+// these have.
+static void plan_place(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
     LaunchPlan* launch = &plan->launch[index];
-    launch->run.begin = elements;
+    ArenaRun* run = &launch->run;
+    const Span ready = format_span(launch->rows.v);
+    run->begin = plan->elements;
+    memcpy(run->at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
         if (plan->launch_of[t] != index) continue;
-        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t], kept.offset = elements - plan->here[t].begin;
+        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t], kept.offset = plan->elements - plan->here[t].begin;
         plan->noise[t] = tensors[t].offset;
-        elements += plan->here[t].end - plan->here[t].begin;
+        plan->elements += plan->here[t].end - plan->here[t].begin;
+        for (int span = 0; span < SPANS && !is_elsewhere(plan, t); span++) {
+            const int64_t own = span_numbers((Span)span, &tensors[t]);
+            plan->at[t][span] = numbers[span];
+            numbers[span] += own, run->numbers[span] += own;
+        }
+        plan->ready[t] = run->ready;
+        if (!is_elsewhere(plan, t)) run->ready += ready_numbers(ready, &tensors[t]);
     }
-    launch->run.end = elements;
-    launch->tiles = (launch->run.end - launch->run.begin) / TILE_ELEMENTS;
-    return elements;
+    run->end = plan->elements;
+    launch->tiles = (run->end - run->begin) / TILE_ELEMENTS;
 }
 
 // Since optim_layout was called with this configuration, the tensors of a launch follow each other in the arena.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
+    int64_t numbers[SPANS] = {};
     for (int t = 0; t < count; t++) plan_here(plan, t, &tensors[t]);
     for (int w = 0; w < plan->weights_count; w++) {
-        plan->weights[w].run.begin = plan->elements;
+        ArenaRun* run = &plan->weights[w].run;
+        run->begin = plan->elements;
+        memcpy(run->at, numbers, sizeof(numbers));
         for (int l = 0; l < plan->launches; l++) {
-            if (plan->launch[l].weights == w) plan->elements = plan_place(plan, l, plan->elements, tensors, count);
+            if (plan->launch[l].weights == w) plan_place(plan, l, tensors, count, numbers);
         }
-        plan->weights[w].run.end = plan->elements;
+        run->end = plan->elements;
+        for (int span = 0; span < SPANS; span++) run->numbers[span] = numbers[span] - run->at[span];
     }
-    plan_numbers(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         LaunchPlan* launch = &plan->launch[i];
         int t = 0;

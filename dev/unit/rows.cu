@@ -1,5 +1,5 @@
-// Tests of rules that read rows, columns and tensors (optim/rows/rows.cuh), and of --limit-growth: conversions on load, how
-// the limiter begins and resumes, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
+// Tests of rules that read rows, columns and tensors (optim/rows/rows.cuh), and of --limit-growth: conversions on load,
+// how the limiter begins and resumes, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
 #include "../../optim/rows/rows.h"
 #include "laws.h"
 
