@@ -7,25 +7,16 @@
 // any more.
 #include "nibble_optim.h"
 
-#include <ctype.h>
-#include <errno.h>
 #include <math.h>
 #include <setjmp.h>
-#include <stddef.h>
 
 #include "../kernels/count_gpus.cuh"
-#include "../kernels/ranks/slices.cuh"
 #include "loaded_cublaslt.h"
-#include "placed.h"
+#include "nibble_settings.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
 
 // Errors.
-
-struct Taken {
-    void** block;
-    int64_t count, room;
-};
 
 struct Failure {
     jmp_buf jump;
@@ -125,31 +116,6 @@ static NibbleStatus guarded(char* error, Taken* blocks, Function function) {
 
 // The optimizer.
 
-struct NibbleOptim {
-    Device dev;
-    int gpu;  // its index; -1: the CPU
-    Optim* optim;
-    PlacedTables* tables;
-    OptimConfig config;
-    OptimType compute;
-    NibbleTensor* tensor;  // (count), with names of their own
-    OptimTensor* local;    // (count) what lies here, as the optimizer knows it
-    OptimTensor* whole;    // (count) all tensors with their places in the model
-    PlacedTensor* placed;  // (count)
-    bool* stale;           // (count) the weights kept beside a parameter must be made from it again
-    int count;
-    int share, shares;    // the share that is kept here, -1: tensors without owners; 0 shares: all tensors
-    int* owner;           // (count) the share that has a tensor, or -1
-    bool releases;        // each tensor has its own optimizer and is stepped in the backward pass
-    const char* stacked;  // of the settings, or null
-    int64_t element, end;
-    SliceRun run;                                     // of a share with owners: its tensors
-    void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
-    void* context;
-    char describe[256];
-    Taken blocks;  // all host memory of the optimizer
-};
-
 // Makes the optimizer's device the current one, and sets its stream to the caller's. Returns the device to restore, or
 // -1.
 static int device_enter(const NibbleOptim* optim, void* stream) {
@@ -202,351 +168,6 @@ static void gpu_open(NibbleOptim* optim) {
 #endif
 }
 
-// Settings.
-
-static double setting_number(const char* key, const char* value) {
-    char* end = nullptr;
-    const double number = strtod(value, &end);
-    if (!*value || *end || !isfinite((float)number)) user_error("%s: \"%s\" was found; give a number", key, value);
-    return number;
-}
-
-static uint64_t setting_count(const char* key, const char* value, uint64_t most) {
-    char* end = nullptr;
-    errno = 0;
-    const unsigned long long number = strtoull(value, &end, 10);
-    if (!isdigit((unsigned char)*value) || *end || errno || number > most) {
-        user_error("%s: \"%s\" was found; give a whole number from 0 to %llu", key, value, (unsigned long long)most);
-    }
-    return number;
-}
-
-// Sets share and shares from I/N or rest/N.
-static void setting_share(NibbleOptim* optim, const char* value) {
-    const char* slash = strchr(value, '/');
-    const bool rest = strncmp(value, "rest/", 5) == 0;
-    char *end = nullptr, *last = nullptr;
-    const long share = rest ? -1 : strtol(value, &end, 10), shares = slash ? strtol(slash + 1, &last, 10) : 0;
-    const bool numbers = slash && slash != value && (rest || end == slash) && *last == 0;
-    if (!numbers || share >= shares || shares < 1 || shares > 1 << 20 || *value == '-') {
-        user_error("share: \"%s\" was found; type I/N, with I from 0 to N - 1, or rest/N", value);
-    }
-    optim->share = (int)share, optim->shares = (int)shares;
-}
-
-// How the value of a setting is read. SWITCH is a number, true above 0; ON_OFF is a word.
-enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
-
-struct Setting {
-    const char* key;
-    SettingKind kind;
-    size_t at;  // of its value in NibbleOptim
-};
-
-#define IN_CONFIG(MEMBER) (offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER))
-static const Setting setting_table[] = {{"device", DEVICE, 0},
-                                        {"parameters", PARAMETERS, 0},
-                                        {"preset", TEXT, IN_CONFIG(preset)},
-                                        {"rule", TEXT, IN_CONFIG(rule)},
-                                        {"weights", TEXT, IN_CONFIG(weights)},
-                                        {"grads", TEXT, IN_CONFIG(grads)},
-                                        {"m", TEXT, IN_CONFIG(m)},
-                                        {"v", TEXT, IN_CONFIG(v)},
-                                        {"overrides", TEXT, IN_CONFIG(overrides)},
-                                        {"stacked", TEXT, offsetof(NibbleOptim, stacked)},
-                                        {"capturable", SWITCH, IN_CONFIG(replays)},
-                                        {"share", SHARE, 0},
-                                        {"releases", SWITCH, offsetof(NibbleOptim, releases)},
-                                        {"seed", SEED, IN_CONFIG(seed)},
-                                        {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
-                                        {"lr_max", NUMBER, IN_CONFIG(lr_max)},
-                                        {"beta3", NUMBER, IN_CONFIG(beta3)},
-                                        {"alpha", NUMBER, IN_CONFIG(alpha)},
-                                        {"ramp", COUNT, IN_CONFIG(ramp)},
-                                        {"momentum", NUMBER, IN_CONFIG(momentum)},
-                                        {"nesterov", ON_OFF, IN_CONFIG(nesterov)},
-                                        {"clip_update", NUMBER, IN_CONFIG(clip_update)},
-                                        {"limit_growth", NUMBER, IN_CONFIG(limit_growth)},
-                                        {"ns_steps", COUNT, IN_CONFIG(ns_steps)},
-                                        {"ns_coefficients", TEXT, IN_CONFIG(ns_coefficients)},
-                                        {"rank", COUNT, IN_CONFIG(rank)},
-                                        {"rank_gap", COUNT, IN_CONFIG(rank_gap)},
-                                        {"rank_scale", NUMBER, IN_CONFIG(rank_scale)},
-                                        {"element", COUNT, offsetof(NibbleOptim, element)}};
-
-static const Setting* setting_find(const char* key) {
-    for (const Setting& setting : setting_table) {
-        if (strcmp(key, setting.key) == 0) return &setting;
-    }
-    return nullptr;
-}
-
-static void setting_device(NibbleOptim* optim, const char* value) {
-    if (strcmp(value, "cpu") == 0) return;
-    const bool numbered = strncmp(value, "cuda:", 5) == 0;
-    if (!numbered && strcmp(value, "cuda") != 0) {
-        user_error("device: \"%s\" is not known; type cpu, cuda or cuda:N", value);
-    }
-    optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
-}
-
-// Returns true if the value is the first of two words, false if it is the second. Other values are refused.
-static bool setting_word(const char* key, const char* value, const char* first, const char* second) {
-    const bool is_first = strcmp(value, first) == 0;
-    if (!is_first && strcmp(value, second) != 0) {
-        user_error("%s: \"%s\" was found; type %s or %s", key, value, first, second);
-    }
-    return is_first;
-}
-
-static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
-    const Setting* setting = setting_find(key);
-    if (!setting) {
-        char known[512] = "";
-        for (const Setting& each : setting_table) {
-            snprintf(known + strlen(known), sizeof(known) - strlen(known), "%s%s", *known ? ", " : "", each.key);
-        }
-        user_error("\"%s\" is no setting; known are %s", key, known);
-    }
-    void* at = (char*)optim + setting->at;
-    if (setting->kind == TEXT) *(const char**)at = value;
-    if (setting->kind == NUMBER) *(float*)at = (float)setting_number(key, value);
-    if (setting->kind == COUNT) *(int64_t*)at = (int64_t)setting_count(key, value, INT64_MAX);
-    if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
-    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
-    if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
-    if (setting->kind == PARAMETERS)
-        optim->compute = setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;
-    if (setting->kind == DEVICE) setting_device(optim, value);
-    if (setting->kind == SHARE) setting_share(optim, value);
-}
-
-static void settings_read(NibbleOptim* optim, const char* const* settings) {
-    OptimConfig* config = &optim->config;
-    config->beta1 = 0.9f, config->beta2 = 0.95f, config->eps = 1e-8f;  // each step brings its own
-    config->placed = true;
-    config->made = &optim->optim;
-    optim->compute = OPTIM_BF16;
-    for (int i = 0; settings && settings[i]; i++) {
-        if (!strchr(settings[i], '=')) {
-            user_error("\"%s\" was found among the settings; each is key=value", settings[i]);
-        }
-        char* key = text_copy(settings[i]);  // the configuration points to its value
-        char* equals = strchr(key, '=');
-        *equals = 0;
-        setting_set(optim, key, equals + 1);
-    }
-    char error[DATA_ERROR_BYTES];
-    const bool fp32 = optim->compute == OPTIM_FP32;
-    if (fp32 && (!config->weights || !*config->weights)) config->weights = "fp32";
-    if (!config->grads || !*config->grads) config->grads = fp32 ? "fp32" : "bf16";
-    if (optim->element % TILE_ELEMENTS != 0)
-        user_error("element: %lld is no multiple of 2048", (long long)optim->element);
-    require(optim_resolve(config, error), error);
-}
-
-// Refuses weights that parameters of this type cannot hold: a parameter of fp32 holds fp32 alone.
-static void require_weights(const NibbleOptim* optim, const Plan* plan) {
-    for (int i = 0; i < plan->weights_count; i++) {
-        const char* name = plan->weights[i].format->name;
-        if (optim->compute == OPTIM_BF16 || strcmp(name, "fp32") == 0) continue;
-        user_error(
-            "weights: \"%s\" was found for parameters of fp32, which are stored as they are; give weights=fp32, or "
-            "make the parameters bf16",
-            name);
-    }
-}
-
-// Tensors.
-
-// Returns the tensor, or its part that lies here, as the optimizer sees it.
-static OptimTensor tensor_local(const NibbleTensor* tensor) {
-    const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
-    OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
-    if (tensor->count < 0) return local;
-    if (tensor->first < 0 || tensor->first > elements || tensor->count > elements - tensor->first) {
-        user_error("%s: %lld elements from %lld on were named and it has %lld", tensor->name, (long long)tensor->count,
-                   (long long)tensor->first, (long long)elements);
-    }
-    const bool rows =
-        tensor->count > 0 && head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
-    local.rows = rows ? tensor->count / tensor->cols : 1;
-    local.cols = rows ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
-    return local;
-}
-
-static bool is_cut(const NibbleTensor* tensor) {
-    return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
-}
-
-// Returns true if another optimizer has the tensor (the setting `share`).
-static bool is_elsewhere(const NibbleOptim* optim, int tensor) {
-    return optim->shares > 0 && optim->owner[tensor] != optim->share;
-}
-
-// Returns true if a cut tensor's rows do not hold whole blocks and bytes of states. The position of the cuts does not
-// matter, so that the states are the same for any number of processes. A vector's rows are its elements.
-static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
-    const Rows rows = config_rows(config);
-    const int64_t row = tensor->rows == 1 ? 1 : tensor->cols;
-    bool split = false;
-    for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
-        for (const StreamInfo& info : format->stream) {
-            const bool blocks = info.bits > 0 && info.span == SPAN_RUN;
-            split = split || (blocks && (row % info.run != 0 || row / info.run * info.bits % 8 != 0));
-        }
-    }
-    return split && tensor->count >= 0;
-}
-
-// Finds the tensors that need owners, because they are read whole or cuts split blocks, and divides them into shares of
-// about equal size. A share is a run of the arena, since a plan keeps one run; a tensor belongs to the share that
-// contains its middle.
-static void owners_find(NibbleOptim* optim, const Plan* plan) {
-    const OptimTensor* whole = optim->whole;
-    int64_t all = 0;
-    for (int t = 0; t < optim->count; t++) {
-        const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
-        const bool owned = config_reads_whole(config) || cuts_split(config, &optim->tensor[t]);
-        optim->owner[t] = owned && optim->shares > 0 ? 0 : -1;
-        if (optim->owner[t] >= 0) all += tensor_padded(&whole[t]);
-    }
-    for (int t = 0; t < optim->count; t++) {
-        double middle = 0.5 * (double)tensor_padded(&whole[t]);
-        for (int u = 0; u < optim->count && optim->owner[t] >= 0; u++) {
-            const bool before = optim->owner[u] >= 0 && whole[u].offset < whole[t].offset;
-            middle += before ? (double)tensor_padded(&whole[u]) : 0.0;
-        }
-        if (optim->owner[t] >= 0) optim->owner[t] = (int)(middle / (double)(all > 0 ? all : 1) * optim->shares);
-    }
-}
-
-// Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
-static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
-    int parts = 1;
-    for (const char *at = stacked ? stacked : "", *end; *at; at = *end ? end + 1 : end) {
-        end = at + strcspn(at, ";");
-        while (*at == ' ') at++;
-        const char* colon = at + strcspn(at, ":;");
-        char* rest = nullptr;
-        const long number = *colon == ':' ? strtol(colon + 1, &rest, 10) : 0;
-        if (number < 1 || number > 1024 || rest + strspn(rest, " ") != end) {
-            user_error("stacked: \"%.*s\" was found; type a pattern of names and a number, say c_attn.weight:3",
-                       (int)(end - at), at);
-        }
-        for (const char *p = at, *stop; p < colon && tensor->rows > 1; p = stop + 1) {
-            stop = p + strcspn(p, "|:");
-            if (pattern_matches(p, stop, tensor->name)) parts = (int)number;
-        }
-    }
-    if (tensor->rows % parts == 0) return parts;
-    user_error("stacked: %s has %lld rows, which are no %d equal matrices", tensor->name, (long long)tensor->rows,
-               parts);
-}
-
-// Sets the part of each tensor that lies here.
-static void tensors_place(NibbleOptim* optim) {
-    for (int t = 0; t < optim->count; t++) {
-        NibbleTensor* tensor = &optim->tensor[t];
-        if (is_elsewhere(optim, t)) {
-            tensor->first = tensor->count = 0;
-        } else if (optim->shares > 0 && optim->share >= 0) {
-            tensor->first = 0, tensor->count = -1;
-        }
-        const bool all = tensor->count < 0;
-        const int64_t head = all ? 0 : tensor->first % TILE_ELEMENTS;
-        optim->local[t] = tensor_local(tensor);
-        optim->local[t].parts = is_cut(tensor) ? 1 : optim->whole[t].parts;
-        optim->placed[t] = {all ? tensor->rows * tensor->cols : tensor->count, head,
-                            optim->element + optim->whole[t].offset + (all ? 0 : tensor->first - head)};
-        optim->stale[t] = true;
-    }
-}
-
-// Lays out the arena. It begins where its tensors do in the model, so that no two tensors have the same noise. A share
-// of tensors with owners is a run of the model's arena.
-static void arena_place(NibbleOptim* optim) {
-    OptimConfig* config = &optim->config;
-    const OptimTensor* whole = optim->whole;
-    if (optim->shares == 0 || optim->share < 0) {
-        optim_layout(optim->local, optim->count, config);
-    } else {
-        int64_t first = optim->end, last = first;
-        memcpy(optim->local, whole, (size_t)optim->count * sizeof(OptimTensor));
-        for (int t = 0; t < optim->count; t++) {
-            const int64_t begin = optim->element + whole[t].offset, end = begin + tensor_padded(&whole[t]);
-            if (is_elsewhere(optim, t)) continue;
-            if (first == optim->end || end > last) last = end;
-            if (begin < first) first = begin;
-        }
-        optim->run = {first / TILE_ELEMENTS, 0, (last - first) / TILE_ELEMENTS};
-        config->runs = &optim->run, config->run_count = last > first ? 1 : 0;
-    }
-    for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
-}
-
-// Refuses cuts through tensors that a rule or a format reads whole. An empty part of a tensor is not read, so it is no
-// such cut.
-static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
-    for (int t = 0; t < optim->count; t++) {
-        const NibbleTensor* tensor = &optim->tensor[t];
-        const Rows rows = plan->launch[plan->launch_of[t]].rows;
-        if (!is_cut(tensor) || tensor->count == 0) continue;
-        const bool on_rows =
-            optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
-        const char *reads = nullptr, *what = "tensors", *advice = "keep it whole, or override its rule";
-        if (rows.rule->matrix) {
-            reads = rows.rule->name, what = "matrices";
-        } else if (optim->config.limit_growth > 0.0f) {
-            reads = "limit_growth", advice = "keep it whole, or leave limit_growth out";
-        } else if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
-            reads = rows.rule->name;
-        } else if (rows.rule->by_rows && !on_rows) {
-            reads = rows.rule->name, what = "rows";
-            advice = "cut it at rows that begin at multiples of 2048 elements, or override its rule";
-        }
-        for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
-            const Span span = format_span(format);
-            if (reads || span == SPAN_RUN || span == SPAN_ROWS) continue;
-            reads = format->name, advice = "keep it whole, or take a format in blocks";
-        }
-        if (!reads) continue;
-        user_error("%s reads whole %s, and %s is cut at element %lld; %s", reads, what, tensor->name,
-                   (long long)tensor->first, advice);
-    }
-}
-
-constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits; padding needs some
-
-// Copies and checks the caller's tensors, and lays out the arena.
-static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
-    const size_t count = (size_t)optim->count;
-    optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
-    optim->local = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
-    optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
-    optim->stale = (bool*)memory_zero(count, sizeof(bool));
-    optim->owner = (int*)memory_zero(count, sizeof(int));
-    OptimTensor* whole = optim->whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
-    double elements = (double)optim->element;
-    for (size_t t = 0; t < count; t++) {
-        NibbleTensor* tensor = &optim->tensor[t];
-        const char* name = text_copy(tensors[t].name ? tensors[t].name : "");
-        *tensor = tensors[t];
-        tensor->name = name;
-        if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
-        elements += (double)tensor->rows * (double)tensor->cols;
-        if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
-        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0, stacked_parts(optim->stacked, tensor)};
-    }
-    optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
-    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
-    owners_find(optim, plan);
-    tensors_place(optim);
-    require_whole_tensors(optim, plan);
-    plan_free(plan);
-    arena_place(optim);
-}
-
 // Refuses limit_growth for rules that add the decay to the gradient, since each step's groups bring the decay.
 static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
@@ -586,7 +207,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim->context = context;
     *before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
-    const Plan* plan = optim->optim->plan;
+    const Plan* plan = optim_parts(optim->optim).plan;
     for (int i = 0; i < plan->launches; i++) {
         const RuleRow* rule = plan->launch[i].rows.rule;
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
@@ -633,20 +254,24 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
 
 // Returns true if the optimizer keeps codes or a master of a parameter.
 static bool keeps_weights(const NibbleOptim* optim, int tensor) {
-    const FormatRow* row = plan_array_ref(optim->optim->plan, tensor, SLOT_WEIGHTS).format;
-    return strcmp(row->stream[0].dtype, optim->compute == OPTIM_FP32 ? "F32" : "BF16") != 0 ||
-           row->stream[1].bits > 0 || row->stream[2].bits > 0;
+    const FormatRow* row = plan_array_ref(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
+    return !serves_directly(row, optim->compute) || row->stream[1].bits > 0 || row->stream[2].bits > 0;
 }
 
 // Makes the weights that are kept beside a parameter from its value.
 static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
     const PlacedTensor* placed = &optim->placed[tensor];
-    const int bytes = optim->compute == OPTIM_FP32 ? 4 : 2;
-    float* values = (float*)memory_zero((size_t)(placed->head + placed->count), sizeof(float));
-    char* codes = (char*)memory_take((size_t)(placed->count * bytes));
+    const FormatRow* row = compute_row(optim->compute);
+    const int64_t bytes = row->stream[0].bits / 8;
+    const int64_t room = placed->count + 8;  // view() takes 8 elements at a time
+    float* values = (float*)memory_zero((size_t)(placed->head + room), sizeof(float));
+    char* codes = (char*)memory_zero((size_t)room, (size_t)bytes);
     copy_to_host(&optim->dev, codes, weights, placed->count * bytes);
-    for (int64_t i = 0; i < placed->count; i++) {
-        values[placed->head + i] = bytes == 4 ? ((const float*)codes)[i] : to_float(((const bf16*)codes)[i]);
+    for (int64_t i = 0; i < placed->count; i += TILE_ELEMENTS) {
+        const int64_t n = placed->count - i < TILE_ELEMENTS ? placed->count - i : TILE_ELEMENTS;
+        Streams from = {};
+        from.codes = codes + i * bytes;
+        row->view(from, 0, values + placed->head + i, (int)n);
     }
     optim_set_weights(optim->optim, tensor, values);
     free(values), free(codes);
@@ -717,22 +342,41 @@ NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int inde
     }
     if (tensor < 0 || tensor >= optim->count || is_elsewhere(optim, tensor)) return 0;
     const OptimTensor* local = &optim->local[tensor];
-    const Plan* plan = optim->optim->plan;
+    const Plan* plan = optim_parts(optim->optim).plan;
     for (int slot = 0; slot < SLOTS; slot++) {
         const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
-            const OptimTensor* kept = place.kept;  // has another shape with projected gradients
-            char* array = (char*)optim_array(optim->optim, tensor, (Slot)slot, i);
-            if (!array || index-- != 0) continue;
+            const OptimStream stream = array_ref_stream(optim->optim, &place, info);
+            if (!stream.data || index-- != 0) continue;
+            const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
-            const ArrayBytes own = array_bytes(&place, i);
-            *state = {"", info.dtype, array + own.begin, own.bytes, run && same ? info.run : 0, info.bits};
-            stream_name(plan, 0, (Slot)slot, info, state->name, sizeof(state->name));
+            const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
+                          bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
+            *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
+            stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
             return 1;
         }
     }
     return 0;
+}
+
+NIBBLE_API NibbleStatus nibble_optim_moment(NibbleOptim* optim, int tensor, const char* name, float* values, int writes,
+                                            void* stream, char* error) {
+    return on_device(optim, stream, error, [&] {
+        const PlacedTensor* placed = &optim->placed[tensor];
+        const size_t count = (size_t)(placed->head + placed->count);
+        float* all = (float*)memory_zero(count, sizeof(float));
+        int slot = SLOT_M;
+        while (slot < SLOTS && strcmp(name, slot_name((Slot)slot)) != 0) slot++;
+        if (writes) memcpy(all + placed->head, values, (size_t)placed->count * sizeof(float));
+        if (slot > SLOT_SLOW || is_elsewhere(optim, tensor) ||
+            !optim_moment(optim->optim, tensor, (Slot)slot, all, writes))
+            user_error("%s of %s is not kept here in the parameter's shape", name, optim->tensor[tensor].name);
+        if (writes) optim_loaded(optim->optim);
+        if (!writes) memcpy(values, all + placed->head, (size_t)placed->count * sizeof(float));
+        free(all);
+    });
 }
 
 // nibble_optim_save writes this before the arrays.
@@ -820,7 +464,7 @@ NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) 
     if (tensor < 0 || tensor >= optim->count) return {optim->end, -1, -1};
     const NibbleTensor* given = &optim->tensor[tensor];
     const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
-    const Plan* plan = optim->optim->plan;
+    const Plan* plan = optim_parts(optim->optim).plan;
     const int launch = plan->launch_of[tensor];
     const bool whole = config_reads_whole(&plan->launch[launch].config);
     return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};
@@ -833,6 +477,18 @@ NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {
 NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char* key) {
     const Setting* setting = setting_find(key);
     return setting && setting->kind == TEXT ? *(const char* const*)((const char*)optim + setting->at) : nullptr;
+}
+
+NIBBLE_API const char* nibble_optim_list(const char* what) {
+    static char* text;
+    static size_t bytes;
+    free(text), text = nullptr;
+    FILE* file = open_memstream(&text, &bytes);
+    if (!file) return "";
+    if (strcmp(what, "presets") == 0) optim_list_presets(file);
+    if (strcmp(what, "formats") == 0) optim_list_formats(file);
+    fclose(file);
+    return text;
 }
 
 NIBBLE_API int nibble_optim_gpus(void) {

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define NIBBLE_OPTIM_VERSION 4
+#define NIBBLE_OPTIM_VERSION 5
 #define NIBBLE_ERROR_BYTES 32768
 
 typedef enum {
@@ -48,10 +48,11 @@ typedef struct {
 
 // Makes an optimizer. `settings` is a list of texts "key=value" that ends with a null; values are those of ./train's
 // options, and errors name these options. By default beta3 is 0.9999:
-//     device      cpu, cuda or cuda:N        parameters  fp32 or bf16: the type of the caller's weights
+//     device      cpu, cuda or cuda:N        parameters  fp32, bf16 or fp16: the type of the caller's weights
 //     preset, rule, weights, m, v, overrides, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
-//                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, seed
-//     grads       fp32 or bf16; by default the parameters' type
+//                 clip_update, adafactor_lr (plain or scaled), limit_growth, ns_steps, ns_coefficients, rank, rank_gap,
+//                 rank_scale, seed
+//     grads       fp32 or bf16; by default the parameters' type, fp32 for fp16
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0
 //     share       for N processes that hold parts of some tensors, cut at rows. Tensors that a rule, a format or
 //                 limit_growth reads whole get owners; so do cut tensors whose rows (elements of vectors) do not
@@ -67,10 +68,11 @@ typedef struct {
 //                 tensors before them end (nibble_optim_place)
 // Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: the path in NIBBLE_CUBLASLT, or one that the
 // loader finds. They update only matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias"
-// have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are and those of bf16 as
-// the preset says. `tensors` are copied. `allocate` may be null. Otherwise it returns device memory for the states,
-// aligned to 16 bytes, or null if there is none; this memory stays the caller's and must outlive the optimizer.
-// `stream` is a CUDA stream, or null. nibble_optim_free frees the optimizer.
+// have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are, those of bf16 as the
+// preset says, and those of fp16 as fp16:sr, or as fp16+fp32 where the preset keeps more bits than bf16. `tensors` are
+// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
+// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
+// nibble_optim_free frees the optimizer.
 NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
                                  int count, void* (*allocate)(void* context, int64_t bytes), void* context,
                                  void* stream, char* error);
@@ -126,6 +128,12 @@ typedef struct {
 // Sets *state to state `index` of a tensor, or of tensor -1 to whole array `index`. Returns 0 if there is none.
 int nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state);
 
+// Reads moment "m", "v" or "slow" of a tensor as fp32 values in host memory, in the order of its elements that lie
+// here, or writes it, rounded to nearest. A v of rows and columns is read as their product and gets the means of what
+// is written. A moment that is not kept here, or in another shape than the tensor's, is a mistake.
+NibbleStatus nibble_optim_moment(NibbleOptim* optim, int tensor, const char* name, float* values, int writes,
+                                 void* stream, char* error);
+
 // Copy all states to host memory of nibble_optim_bytes bytes, and back into an optimizer with the same settings and
 // tensors.
 int64_t nibble_optim_bytes(const NibbleOptim* optim);
@@ -148,6 +156,9 @@ NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor);
 const char* nibble_optim_describe(const NibbleOptim* optim);
 // Returns the value of a text setting, such as "weights", with defaults filled in; null if there is no such setting.
 const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
+// Returns what ./train --list-presets or --list-formats prints, for "presets" or "formats". The text is valid until the
+// next call.
+const char* nibble_optim_list(const char* what);
 // Returns how many GPUs the library can use; 0 if it was built without CUDA.
 int nibble_optim_gpus(void);
 // Returns the version of this header that the library was built with.

@@ -18,7 +18,7 @@
 #include "formats/spans.cuh"
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
-#include "rows/rows.cuh"
+#include "rows.cuh"
 #include "rules/adafactor.cuh"
 #include "rules/adam.cuh"
 #include "rules/adammini.cuh"
@@ -70,6 +70,7 @@
     ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",                  \
         WithMaster<Elementwise<Bf16, NEAREST>>)                                                                        \
     ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)            \
+    ROW("fp16:sr", "fp16 with stochastic rounding, which keeps small updates alive", Elementwise<Fp16, STOCHASTIC>)    \
     ROW("fp16+fp32", "fp16 with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                               \
     ROW("e4m3", "fp8, a power-of-two scale every 128; stands still below 2^-5 of a weight",                            \
         Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                         \

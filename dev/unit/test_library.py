@@ -124,27 +124,6 @@ def test_library_missing_gradient_leaves_a_tensor_alone():
     assert a.bytes() == b.bytes()
 
 
-def test_library_rule_that_reads_rows_by_hand():
-    for nesterov in ("on", "off"):
-        rmnp_by_hand(nesterov)
-
-
-def rmnp_by_hand(nesterov):
-    rows, cols, momentum = 3, 5, 0.9
-    plain = Plain([(rows, cols)], rule="rmnp", m="fp32", momentum=momentum, nesterov=nesterov, overrides="none")
-    weights, m = list(plain.weights[0]), [0.0] * (rows * cols)
-    for number in range(1, 6):
-        plain.step(number)
-        g = [((5 * i + number) % 13 - 6) / 9 for i in range(rows * cols)]
-        m = [a + (1 - momentum) * (b - a) for a, b in zip(m, g)]
-        u = [b + momentum * (a - b) for a, b in zip(m, g)] if nesterov == "on" else m
-        for i in range(rows * cols):
-            row = u[i // cols * cols:(i // cols + 1) * cols]
-            length = sum(x * x for x in row) ** 0.5
-            weights[i] = weights[i] * (1 - 1e-2 * 0.1) - 1e-2 * u[i] / length
-    assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
-
-
 def test_library_rule_that_reads_rows_takes_all_tensors():
     plain = Plain([(4, 8), (8, 4)], preset="adafactor8")
     before = plain.bytes()
@@ -178,21 +157,6 @@ def test_library_matrices_take_eight_groups():
             plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
                               array.array("Q", map(ctypes.addressof, grads)), plain.group_of, groups, 1)
         raises(ValueError, "more than 8 learning rates", step) if count > 8 else step()
-
-
-def test_library_muon_by_hand():
-    """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
-    plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
-    before = list(plain.weights[0])
-    x, y = [((3 * i) % 7 - 3) / 5 for i in range(40)], [((4 * i) % 9 - 4) / 7 for i in range(30)]
-    grad = floats([a * b for a in x for b in y])
-    plain.handle.step(array.array("Q", [ctypes.addressof(plain.weights[0])]),
-                      array.array("Q", [ctypes.addressof(grad)]), plain.group_of,
-                      [(1e-2, 0.1, 0.9, 0.95, 1e-8, 1)], 1)
-    length = sum(g * g for g in grad) ** 0.5
-    for b, w, g in zip(before, plain.weights[0], grad):
-        want = b * (1 - 1e-2 * 0.1) - 1e-2 * 0.2 * 40 ** 0.5 * g / length
-        assert abs(w - want) < 1e-2 * 0.2 * 40 ** 0.5 * 0.02 * abs(g) / length + 1e-6, (w, want)
 
 
 def test_library_tensor_scales_of_two_groups():
@@ -305,7 +269,7 @@ def test_library_mistakes_are_sentences():
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
-                            ({"parameters": "fp16"}, "fp32 or bf16"),
+                            ({"parameters": "fp64"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
                             ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
@@ -441,8 +405,8 @@ def test_library_wheel_in_an_empty_environment():
     code = "from nibble_optim import Handle; print(Handle({'preset': 'adamw8'}, [('w', 3, 4, 0, -1)]).describe())"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([f"{folder}/bin/pip", "install", "-q", "--no-index", "--disable-pip-version-check", wheels[-1]],
-                       check=True)
+        subprocess.run([f"{folder}/bin/pip", "install", "-q", "--no-index", "--no-deps", "--disable-pip-version-check",
+                        wheels[-1]], check=True)
         env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
         run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
     assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
