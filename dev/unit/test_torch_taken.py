@@ -1,8 +1,11 @@
 """Cases of test_torch.py about what the optimizer takes and refuses: mistakes at construction, parameters of mixed
 types, orders and orientations, gradients of another type than theirs, and states that other code changes."""
+import contextlib
 import copy
+import importlib
 import io
 import tempfile
+import unittest.mock
 
 from test_torch import batch, make, model_of, nibble_optim, raises, same, torch, train
 
@@ -201,6 +204,66 @@ def test_torch_states_taken_and_replaced():
         assert torch.equal(params[0], before) and int(optimizer.state[params[0]]["step"]) == 2, "m was 0, and is used"
         optimizer.state[params[0]]["m"] = torch.zeros(3)
         raises(ValueError, "shapes that it was saved with", optimizer.step)
+
+
+def goes_on_from(kind, preset, most):
+    """Ten steps of another optimizer, then ten from its states here and there: the ways differ by less than `most`."""
+    theirs, mine = ([parameter(64, 128), parameter(33)] for _ in range(2))
+    other = kind(theirs, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    optimizer = nibble_optim.Optimizer(mine, preset=preset, lr=9.0)
+    for number in range(1, 21):
+        give(theirs, number)
+        if number == 11:
+            optimizer.load_state_dict(other.state_dict())
+            before = [p.detach().clone() for p in theirs]
+            for p, q in zip(mine, theirs):
+                p.data.copy_(q.data)
+        if number > 10:
+            give(mine, number)
+            optimizer.step()
+        other.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and optimizer.param_groups[0]["steps"] == 20
+    for p, q, start in zip(mine, theirs, before):
+        assert (p - q).norm() < most * (q - start).norm(), (kind, (p - q).norm() / (q - start).norm())
+    return other, optimizer
+
+
+def test_torch_states_of_other_optimizers():
+    """torch's, and where they are installed torchao's and bitsandbytes', go on here; states have torch's names too."""
+    other, optimizer = goes_on_from(torch.optim.AdamW, "adamw32", 1e-5)
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"]):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert name in optimizer.state[p] and name not in list(optimizer.state[p])
+            assert torch.allclose(optimizer.state[p][name], other.state[q][name], rtol=1e-5, atol=1e-6)
+    with unittest.mock.patch("torch.compile", lambda function, **_: function):
+        for package in ("torchao.optim", "bitsandbytes.optim"):
+            with contextlib.suppress(ImportError):
+                goes_on_from(importlib.import_module(package).AdamW8bit, "adamw8", 0.05)
+    lion = nibble_optim.Optimizer([parameter(8)], rule="lion")
+    raises(ValueError, "neither exp_avg", lambda: lion.load_state_dict(
+        {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], "lr": 1.0, "betas": (0.9, 0.9)}]}))
+
+
+def test_torch_saved_vectors_are_not_padded():
+    params = [parameter(64) for _ in range(1000)]
+    optimizer = nibble_optim.Optimizer(params)
+    give(params, 1)
+    optimizer.step()
+    saved, file = optimizer.state_dict(), io.BytesIO()
+    torch.save(saved, file)
+    bytes_each = sum(value.nbytes for state in saved["state"].values() for value in state.values()) / 64000
+    assert bytes_each < 2.4 and len(file.getvalue()) < 10 * 64000, (bytes_each, len(file.getvalue()) / 64000)
+
+
+def test_torch_names_of_parameters():
+    """As transformers' Trainer makes its optimizers: groups without names."""
+    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 8), "fc": torch.nn.Linear(8, 8)})
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [model["fc"].bias], "weight_decay": 0.0}]
+    optimizer = nibble_optim.Optimizer(groups, preset="muon8", names=model)
+    give(list(model.parameters()), 1)
+    optimizer.step()
+    assert ["v" in optimizer.state[p] for p in model.parameters()] == [True, False, True]
 
 
 def test_torch_release_under_ddp_is_refused():

@@ -7,7 +7,7 @@ import re
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 4
+VERSION = 5
 ERROR_BYTES = 32768
 
 
@@ -74,7 +74,8 @@ def _open():
             ("clock", status, [handle, POINTER(c_int64), c_void_p, error]),
             ("weights_changed", None, [handle, c_int]),
             ("state", c_int, [handle, c_int, c_int, POINTER(State)]), ("bytes", c_int64, [handle]),
-            ("save", status, [handle, c_void_p, c_void_p, error]),
+            ("moment", status, [handle, c_int, c_char_p, c_void_p, c_int, c_void_p, error]),
+            ("list", c_char_p, [c_char_p]), ("save", status, [handle, c_void_p, c_void_p, error]),
             ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
             ("place", Place, [handle, c_int]), ("describe", c_char_p, [handle]),
             ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
@@ -173,6 +174,11 @@ class Handle:
             yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes, state.run, state.bits
             index += 1
 
+    def moment(self, tensor, name, values, writes, stream=None):
+        """Reads moment "m", "v" or "slow" of a tensor as fp32 into host memory at the address `values`, or writes it."""
+        check(self.library.nibble_optim_moment(self.handle, tensor, name.encode(), values, writes, stream, self.error),
+              self.error)
+
     def save(self, stream=None):
         blob = ctypes.create_string_buffer(self.library.nibble_optim_bytes(self.handle))
         check(self.library.nibble_optim_save(self.handle, blob, stream, self.error), self.error)
@@ -203,6 +209,16 @@ class Handle:
         return value.decode() if value is not None else None
 
 
-def gpus():
+def gpus() -> int:
     """Returns how many GPUs the library can use."""
     return library().nibble_optim_gpus()
+
+
+def presets() -> None:
+    """Prints the presets with their rules and formats, as ./train --list-presets does."""
+    print(library().nibble_optim_list(b"presets").decode(), end="")
+
+
+def formats() -> None:
+    """Prints the formats of weights, gradients and states, as ./train --list-formats does."""
+    print(library().nibble_optim_list(b"formats").decode(), end="")

@@ -11,21 +11,24 @@ import re
 import warnings
 from collections import defaultdict
 from copy import deepcopy
+from typing import Iterable, Optional, Tuple, Union
 
 import torch
 
 from . import library
-from .part import NUMBERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
+from .part import MOMENTS, NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
          "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
          "rank_gap rank_scale": "galore fira apollo apollo-mini",
-         "clip_update": "adafactor came"}  # arguments need one of these rules, as in data/options_synonyms.h
+         "clip_update": "adafactor came", "adafactor_lr": "adafactor"}  # arguments need one of these rules, as in data/options_synonyms.h
 REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
 # Names of other models' embeddings, heads, norms and biases, which these rules leave to adamw too.
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
 LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "rmnp", "normuon-lite")
+FP16_WEIGHTS = {"bf16": "fp16", "bf16:sr": "fp16:sr", "bf16+fp32": "fp16+fp32", "bf16+8": "fp16+fp32",
+                "bf16+16": "fp16+fp32"}  # what fp16 parameters take for bf16's
 NO_EPS = ("lion", "sgd", "muon", "rmnp")
 
 
@@ -44,6 +47,15 @@ def _matches(patterns, *names):
     return bool(its) and any(map(re.compile(rf"(.*\.)?({its})(\..*)?", re.DOTALL).fullmatch, names))
 
 
+def _not_compiled(function):
+    """Leaves a function out of what torch.compile compiles; with fullgraph=True torch's error has the reason."""
+    try:
+        return torch.compiler.disable(function, reason="step() of nibble_optim calls a C library, which is one launch "
+                                                       "already; leave fullgraph=True out, or step outside")
+    except TypeError:  # torch before 2.7
+        return torch.compiler.disable(function)
+
+
 def _require_no_wrapper(params):
     """Refuses parameters of a module that sums gradients after the hooks of step_in_backward."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -57,28 +69,65 @@ def _require_no_wrapper(params):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates parameters of float32 or bfloat16 in place, with weights and states in the formats of a preset, or in
-    those that rule, weights, m and v name (README.md has more). A parameter group may have its own lr, weight_decay,
-    betas and eps, which schedulers may change, and its own preset, rule, weights, m and v."""
+    """Updates parameters of float32, bfloat16 or float16 in place, with weights and states in the formats of a preset, or
+    in those that rule, weights, m and v name. A parameter group may have its own lr, weight_decay, betas and eps, which
+    schedulers may change, and its own preset, rule, weights, m and v.
 
+    Mistakes raise ValueError or TypeError with a sentence that says what was found and what to give.
+
+    params: parameters, (name, parameter) pairs or groups, as torch.optim takes them
+    names: a module, or (name, parameter) pairs, that names parameters given without names
+    preset, rule, weights, m, v: names that nibble_optim.presets() and nibble_optim.formats() print; a preset's rule and
+        formats are the defaults of the others
+    lr: learning rate, a number or a tensor of one; weight_decay: applied to the weights, times lr
+    betas, eps: of the averages of gradients and of their squares
+    overrides: other rules and formats for some tensors by name, "ln*: m=fp32 v=fp32; wte: rule=adamw"
+    seed: of the noise of stochastic rounding
+    decay_mode: "coupled", or "independent": the decay is weight_decay times lr / lr_max
+    beta3, alpha, ramp: ademamix's slow average: decay, weight, steps until both are reached; came's confidence: beta3
+    momentum, nesterov: of rules with momentum in place of betas
+    clip_update: adafactor and came: the largest RMS of a tensor's update
+    adafactor_lr: "plain"; "relative": lr is at most 1 / sqrt(step); "scaled": lr times the RMS of the tensor's weights,
+        1e-3 or more; "paper": both
+    limit_growth: the factor by which the norm of a tensor's update may grow a step, from 1 on
+    capturable: steps may be captured in CUDA graphs
+    stacked: equal matrices in one tensor, "c_attn.weight:3"; transposed: names of matrices with inputs as rows
+    ns_steps, ns_coefficients: muon's Newton-Schulz steps, "jordan" or "polar-express"
+    rank, rank_gap, rank_scale: galore, fira, apollo: rank, steps between directions, factor of the update
+    min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple"""
+
+    _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factor of a parameter's lr
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
 
-    def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
-                 weights=None, m=None, v=None, overrides=None, seed=0, decay_mode=None, lr_max=None,
-                 beta3=None, alpha=None, ramp=None, momentum=None, nesterov=None, clip_update=None,
-                 limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None,
-                 rank_gap=None, rank_scale=None, min_quantized=0, transposed=None):
+    def __init__(self, params: Iterable, preset: str = "adamw8", lr: Union[float, torch.Tensor] = 1e-3,
+                 weight_decay: float = 0.1, betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *,
+                 rule: Optional[str] = None, weights: Optional[str] = None, m: Optional[str] = None,
+                 v: Optional[str] = None, overrides: Optional[str] = None, seed: int = 0,
+                 decay_mode: Optional[str] = None, lr_max: Optional[float] = None, beta3: Optional[float] = None,
+                 alpha: Optional[float] = None, ramp: Optional[int] = None, momentum: Optional[float] = None,
+                 nesterov: Optional[bool] = None, clip_update: Optional[float] = None,
+                 adafactor_lr: Optional[str] = None, limit_growth: Optional[float] = None, capturable: bool = False,
+                 stacked: Optional[str] = None, ns_steps: Optional[int] = None, ns_coefficients: Optional[str] = None,
+                 rank: Optional[int] = None, rank_gap: Optional[int] = None, rank_scale: Optional[float] = None,
+                 min_quantized: Union[int, Tuple[int, int]] = 0, transposed: Optional[str] = None,
+                 names: Union[torch.nn.Module, Iterable, None] = None) -> None:
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
+        if adafactor_lr not in (None, "plain", "relative", "scaled", "paper"):
+            raise ValueError(f"adafactor_lr: {adafactor_lr!r} was found; give plain, relative, scaled or paper")
+        self._relative = adafactor_lr in ("relative", "paper")
         self._shared = dict(overrides=overrides, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
                             beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
                             nesterov=None if nesterov is None else "on" if nesterov else "off",
+                            adafactor_lr="scaled" if adafactor_lr in ("scaled", "paper") else None,
                             limit_growth=limit_growth, capturable=1 if capturable else None,
                             stacked=stacked, ns_steps=ns_steps, ns_coefficients=ns_coefficients, rank=rank,
                             rank_gap=rank_gap, rank_scale=rank_scale)
         # Tensors that are smaller, as a whole, or no multiple of a second number, keep m and v in fp32.
         self._min_quantized = min_quantized if isinstance(min_quantized, tuple) else (min_quantized, 1)
         self._transposed = transposed
+        named = names.named_parameters() if isinstance(names, torch.nn.Module) else names or ()
+        self._named = {p: name for name, p in named}
         self._begin()
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, which has no order; give a list")
@@ -120,11 +169,11 @@ class Optimizer(torch.optim.Optimizer):
                 param_group = {**param_group, "param_names": names}
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
-        group, rejected = self.param_groups[-1], [p for p in self.param_groups[-1]["params"] if p.dtype not in NUMBERS]
+        group, rejected = self.param_groups[-1], [p for p in self.param_groups[-1]["params"] if p.dtype not in PARAMETERS]
         try:
             if rejected:
-                raise TypeError(f"a parameter of {rejected[0].dtype} was found; the optimizer takes float32 and "
-                                "bfloat16")
+                raise TypeError(f"a parameter of {rejected[0].dtype} was found; the optimizer takes float32, "
+                                "bfloat16 and float16")
             self._check_group(group)
             self._rule(group)
             if self._names:  # the optimizer has been made
@@ -151,11 +200,13 @@ class Optimizer(torch.optim.Optimizer):
             settings.pop("weights", None)  # they are stored as they are
         elif self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
+        if params[0].dtype is torch.float16 and "weights" in settings:
+            settings["weights"] = FP16_WEIGHTS.get(settings["weights"], settings["weights"])
         if self._shared["overrides"]:
             settings["overrides"] = self._overrides_of(params)
         if self._apart is not None:
             settings["releases"] = 1
-        return {**settings, "parameters": NUMBERS[params[0].dtype]}
+        return {**settings, "parameters": PARAMETERS[params[0].dtype]}
 
     def _is_small(self, param):
         least, multiple = self._min_quantized
@@ -242,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             names = group.get("param_names")
             for j, p in enumerate(group["params"]):
-                self._names[p] = names[j] if names else f"{i}.{j}"
+                self._names[p] = names[j] if names else self._named.get(p, f"{i}.{j}")
         self._idle = None  # the places of parameters that have had no gradient yet
         self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self._place_of = {p: i for i, p in enumerate(self._flat)}
@@ -305,14 +356,14 @@ class Optimizer(torch.optim.Optimizer):
         """Yields the parameters of each part, in their order, and the type of its gradients."""
         by_key = defaultdict(list)
         for p in params:
-            by_key[self._key(p, types.get(p, p.dtype))].append(p)
+            by_key[self._key(p, types.get(p, torch.float32 if p.dtype is torch.float16 else p.dtype))].append(p)
         for key, members in by_key.items():
             for its in ([[p] for p in members] if self._apart else [members]):
                 yield its, key[1]
 
     # The step.
 
-    @torch.compiler.disable
+    @_not_compiled
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure=None):
@@ -421,6 +472,9 @@ class Optimizer(torch.optim.Optimizer):
         if self._flat is None:
             self._flatten()
         for part in self._parts:
+            for p, its in zip(part.params, part.compact()):
+                states["state"][self._place_of[p]].update(its)
+        for part in self._parts:
             for t, its in part.spread().items():
                 there = states["state"][self._place_of[part.params[t]]]
                 states["state"][self._place_of[part.params[t]]] = {"step": there["step"], "element": there["element"],
@@ -428,7 +482,9 @@ class Optimizer(torch.optim.Optimizer):
         return states
 
     def load_state_dict(self, state_dict):
-        """Takes states that state_dict gave, to the bit; they must be of the same formats."""
+        """Takes states that state_dict gave, to the bit; they must be of the same formats. Also takes the states of
+        torch's Adam and AdamW, of torchao's and of bitsandbytes', and goes on from their moments, rounded to the
+        formats here."""
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -441,6 +497,10 @@ class Optimizer(torch.optim.Optimizer):
             if len(saved["params"]) != len(group["params"]):
                 raise ValueError(f"the saved states have a group of {len(saved['params'])} parameters and the "
                                  f"optimizer's has {len(group['params'])}")
+            if "steps" not in saved:  # another optimizer's
+                saved.update({key: value for key, value in group.items() if key not in saved})
+                saved["steps"] = max([0, *(int(its["step"]) for its in state_dict["state"].values() if "step" in its)])
+                saved["betas"] = saved["betas"][:2]
             for key in FORMATS:
                 if saved.get(key) != group.get(key):
                     raise ValueError(f"the saved states were made with {key}={saved.get(key)!r} and the optimizer has "
@@ -467,11 +527,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _restore(self, states, types={}):
         """Makes the parts again from which these states came, and fills them. `types` are of gradients."""
-        if any("element" not in state for state in states.values()):
-            raise ValueError("the saved states are not of nibble_optim: they have no \"element\"; see "
-                             "nibble_optim.convert for others")
-        for its, grads in self._by_part(sorted(states, key=lambda p: int(states[p]["element"])), types):
+        others = {p: state for p, state in states.items() if state and "element" not in state}
+        own = sorted((p for p in states if p not in others), key=lambda p: int(states[p]["element"]))
+        for its, grads in self._by_part(own, types):
             self._restore_part(its, grads, states)
+        for its, grads in self._by_part(others, types):
+            part = self._add_part(its, grads, self._apart and self._apart[its[0]])
+            part.publish(self.state, [int(states[p].get("step", 0)) for p in its])
+            for t, p in enumerate(its):
+                part.take_moments(t, states[p], self._names[p])
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
@@ -489,6 +553,7 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_bf16_weights": self._bf16_weights, "_transposed": self._transposed,
+                "_named": self._named, "_relative": self._relative,
                 "_in_backward": self._apart is not None}
 
     def __setstate__(self, state):

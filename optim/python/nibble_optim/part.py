@@ -8,7 +8,9 @@ from torch.autograd.graph import increment_version
 
 from . import library, shares
 
-NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of gradients; others become one of these
+PARAMETERS = {**NUMBERS, torch.float16: "fp16"}
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # torch's names
 # Other states, int16 among them, which collectives do not take, are bytes.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 TILE = 2048
@@ -19,9 +21,25 @@ class OtherGradients(Exception):
 
 
 class Noted(dict):
-    """The states of a parameter in optimizer.state. Notes changes, but not those of the values of a tensor."""
+    """The states of a parameter in optimizer.state. Notes changes, but not those of the values of a tensor. It also
+    answers to torch's names, with copies of the moments in fp32, which iterating and saving leave out."""
 
     changes = None
+    part, tensor = None, 0
+
+    def __missing__(self, key):
+        if key not in self:
+            raise KeyError(key)
+        return self.part.moment(self.tensor, MOMENTS[key])
+
+    def __contains__(self, key):
+        return super().__contains__(key) or (self.part is not None and self.part.keeps(self.tensor, MOMENTS.get(key)))
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def __reduce__(self):
+        return dict, (dict(self),)
 
 
 def _noting(name):
@@ -98,6 +116,16 @@ def _versions(tensors):
     return list(map(_version, tensors))
 
 
+def _divide(keys, without=()):
+    """Returns the first tensor of each key, and a number of its key for each tensor; 0 for those of `without`."""
+    number, firsts, numbers = {}, [], []
+    for t, key in enumerate(keys):
+        if t not in without and number.setdefault(key, len(number)) == len(firsts):
+            firsts.append(t)
+        numbers.append(0 if t in without else number[key])
+    return firsts, array.array("i", numbers)
+
+
 class Layout:
     """Types, devices, shapes and strides of tensors, without the tensors."""
 
@@ -128,12 +156,14 @@ class Part:
         self.locals = [_local(p) for p in params]
         self.device, self.gpu = first.device, first.device.type == "cuda"
         self.turned, self.no_eps = [owner._is_turned(p) for p in params], 1e-8 if ignores_eps else 0.0
+        self.relative, self.lr_factor = owner._relative, owner._lr_factor
+        self.kinds = [p.shape if owner._factors_lr else None for p in params]  # parameters that share lr's factor
         # The library works on a copy of a parameter that does not lie row by row.
         self.copies = {t: self._lying(t).contiguous() for t in range(len(params)) if not self._lying(t).is_contiguous()}
         self.blocks, self.failed, self.changes = [], None, []
         tensors = [(*owner._tensor(p), *_part_of_whole(p)) for p in params]
         device = f"cuda:{self.device.index}" if self.gpu else "cpu"
-        settings = {**settings, "device": device, "grads": NUMBERS[grads], "parameters": NUMBERS[first.dtype],
+        settings = {**settings, "device": device, "grads": NUMBERS[grads], "parameters": PARAMETERS[first.dtype],
                     "element": element}
         self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
         self.shares, self.owned = None, []
@@ -202,6 +232,55 @@ class Part:
         mine = [t for t in self.owned if self.shares.owners[t] == self.shares.ranks.here]
         return self.shares.spread({t: self.views[t] for t in mine})
 
+    def keeps(self, tensor, name):
+        """Returns True if moment "m" or "v" of a parameter lies here, in the parameter's shape."""
+        its = [(state.split(".")[0], run) for state, *_, run, _ in self._states(tensor)]
+        return any(state == name for state, _ in its) and ("m", 0) not in its  # galore's m has another shape
+
+    def moment(self, tensor, name, values=None):
+        """Returns moment "m" or "v" of a parameter in fp32, or sets it to `values`, rounded to its format."""
+        handle = self.shares.handle if tensor in self.owned else self.handle
+        shape, turned = self.kept_shapes[tensor], self.turned[tensor]
+        host = torch.empty(shape[::-1] if turned else shape)
+        if values is not None:
+            values = values.reshape(shape)
+            host.copy_(values.t() if turned else values)
+        handle.moment(tensor, name, host.data_ptr(), values is not None, self.stream())
+        return (host.t() if turned else host).to(self.device)
+
+    def compact(self):
+        """Returns copies of the states that lie close together, by parameter, if the padding to whole tiles takes a third
+        of the part's memory or more, since torch.save saves all memory that has a part of a tensor."""
+        everything = [view for views in self.views for view in views.values()]
+        if sum(block.nbytes for block in self.blocks) < 1.5 * sum(view.nbytes for view in everything) or self.owned or \
+                self.sharded:
+            return []
+        copies = {}
+        for dtype in {view.dtype for view in everything}:
+            these = [view for view in everything if view.dtype is dtype]
+            parts = torch.cat([view.reshape(-1) for view in these]).split([view.numel() for view in these])
+            copies.update((id(view), part.view(view.shape)) for view, part in zip(these, parts))
+        return [{name: copies[id(view)] for name, view in views.items()} for views in self.views]
+
+    def take_moments(self, tensor, state, what):
+        """Sets the moments of a parameter from another package's state of it."""
+        state = {**state, **state.get("__bnb_optimizer_quant_state__", {})}
+        for torchs, own, bitsandbytes in (("exp_avg", "m", "1"), ("exp_avg_sq", "v", "2")):
+            if not self.keeps(tensor, own):
+                continue
+            found = state.get(torchs, state.get(f"state{bitsandbytes}", state.get("momentum_buffer")))
+            if found is None:
+                raise ValueError(f"{what}: the saved states have neither {torchs} nor state{bitsandbytes}, from which "
+                                 f"{self.handle.describe()} would go on; load those of an optimizer with the same rule")
+            if hasattr(found, "dequantize") and type(found) is not torch.Tensor:  # torchao's
+                found = found.dequantize()
+            if f"absmax{bitsandbytes}" in state:
+                scales, levels = state[f"absmax{bitsandbytes}"].cpu(), state[f"qmap{bitsandbytes}"].cpu()
+                codes = found.cpu().view(-1)
+                block = next(n for n in (256, 2048, 64, 128, 512, 1024, 4096) if -(-len(codes) // n) == len(scales))
+                found = levels[codes.long()] * scales.repeat_interleave(block)[:len(codes)]
+            self.moment(tensor, own, found)
+
     def loaded(self):
         for handle in (self.handle, self.shares and self.shares.handle):
             if handle:
@@ -210,8 +289,7 @@ class Part:
     def place(self, groups, places, whole):
         """Sets the parameters' groups, and their places among all parameters; `whole`: there are no others."""
         self.groups, self.places, self.whole = groups, places, whole
-        self.used = sorted(set(groups))
-        self.group_of = array.array("i", [self.used.index(g) for g in groups])
+        self.firsts, self.group_of = _divide(zip(groups, self.kinds))
 
     def _allocate(self, count):
         try:
@@ -240,7 +318,9 @@ class Part:
                 view = shard.view(-1) if self.params[tensor].dim() == 1 and shard.shape[1:] == (1,) else shard
                 if run == 1 and name.split(".")[0] not in alone and dtype in DTYPES:
                     view = view.view(shape)
-            elif dtype in DTYPES and bits >= 8:
+            elif count < 0 and run > 0 and not name.startswith("weights"):  # without the padding to whole tiles
+                view = view[:(-(-shape.numel() // run) * bits + 7) // 8]
+            if not row and dtype in DTYPES and bits >= 8:
                 view = view.view(DTYPES[dtype])
                 if run == 1 and name.split(".")[0] not in alone:
                     head = first % TILE if count >= 0 else 0
@@ -354,27 +434,26 @@ class Part:
     def constants(self, groups, missing, all_together, captured):
         """Returns the constants of each group, split by the number of steps taken, and each tensor's group. The last
         division is kept, by the missing gradients, and with one parameter of each group."""
-        if all_together:
-            age = self.age[0] + 1
-            return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
-        if self.divided is None or self.divided[0] != missing:
-            number, firsts, group_of, without = {}, [], [], set(missing)
-            for t, key in enumerate(zip(self.groups, self.age)):
-                if t not in without and number.setdefault(key, len(number)) == len(firsts):
-                    firsts.append(t)
-                group_of.append(0 if t in without else number[key])
-            self.divided = (missing, firsts, array.array("i", group_of))
-        _, firsts, group_of = self.divided
-        return [self._constants(groups[self.groups[t]], self.age[t] + 1, captured) for t in firsts], group_of
+        firsts, group_of = self.firsts, self.group_of
+        if not all_together:
+            if self.divided is None or self.divided[0] != missing:
+                self.divided = (missing, *_divide(zip(self.group_of, self.age), set(missing)))
+            _, firsts, group_of = self.divided
+        return [self._constants(groups[self.groups[t]], t, captured) for t in firsts], group_of
 
-    def _constants(self, group, age, captured):
+    def _constants(self, group, tensor, captured):
         beta1, beta2 = group["betas"]
-        lr, lr_at = group["lr"], None
+        lr, lr_at, decay, age = group["lr"], None, float(group["weight_decay"]), self.age[tensor] + 1
         if captured and isinstance(lr, torch.Tensor) and lr.is_cuda:
             if lr.dtype is not torch.float32:
                 raise TypeError(f"lr is a tensor of {lr.dtype}, and a CUDA graph reads float32; make it one")
             lr, lr_at = 0.0, lr.data_ptr()
-        return (float(lr), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]) or self.no_eps,
+        if self.relative:
+            lr = min(lr, age ** -0.5)
+        if self.kinds[tensor] is not None:
+            factor = self.lr_factor(self.params[tensor], age)
+            lr, decay = lr * factor, decay / factor
+        return (float(lr), decay, float(beta1), float(beta2), float(group["eps"]) or self.no_eps,
                 age, lr_at)
 
     def catch_up(self):
@@ -473,9 +552,10 @@ class Part:
         self.age, self.clock, self.captured, self.divided = list(ages), 0, [], None
         self.counts = torch.zeros(len(self.age), device="cpu")
         self._count()
+        elements = torch.tensor([self.handle.place(t).element for t in range(len(self.age))], device="cpu")
         for t, p in enumerate(self.params):
-            state[p] = Noted(step=self.counts[t], element=torch.tensor(self.handle.place(t).element), **self._published(t))
-            state[p].changes = self.changes
+            state[p] = Noted(step=self.counts[t], element=elements[t], **self._published(t))
+            state[p].changes, state[p].part, state[p].tensor = self.changes, self, t
 
     def is_touched(self, state, all_there):
         """Returns True if other code has taken or replaced a state. all_there: optimizer.state has the same Noted."""
@@ -507,16 +587,22 @@ class Part:
             raise ValueError(f"{what}: the saved states have no {missing[0]}, which {self.handle.describe()} needs; "
                              "make the optimizer with the formats that they were saved with")
         *_, first, count = self.tensors[tensor]
+        padded = {name: size for name, _, _, size, *_ in self._states(tensor)}
         if "cut" in state and state["cut"].tolist() != [first, count]:
             there = state["cut"].tolist()
             raise ValueError(f"{what}: the saved states are of {there[1]} elements from {there[0]} on, and here lie "
                              f"{count} from {first} on; load them on as many ranks as saved them")
         for name, view in views.items():
             saved = _local(state[name])
+            if saved.dim() == 1 and saved.nbytes == padded[name] > view.nbytes:  # as version 0.1.0 saved it
+                state[name] = saved = saved[:len(view)]
             if saved.shape != view.shape or saved.dtype != view.dtype:
                 raise ValueError(f"{what}: the saved {name} is {tuple(saved.shape)} of {saved.dtype} and "
                                  f"{self.handle.describe()} has {tuple(view.shape)} of {view.dtype}; make the "
                                  "optimizer with the formats and shapes that it was saved with")
+        if any(view.nbytes < padded[name] for name, view in views.items()):
+            for name in filter(lambda name: self.keeps(tensor, name), ("m", "v", "slow")):
+                self.moment(tensor, name, torch.zeros(self.kept_shapes[tensor]))  # the padding has codes of zero
         with torch.no_grad():
             for name, view in views.items():
                 view.copy_(_local(state[name]))

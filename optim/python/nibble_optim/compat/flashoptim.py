@@ -1,36 +1,37 @@
 """Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them."""
 import torch
 
-from . import drop_in
+from . import absent, drop_in
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
-_SHARED = "quantize=True, compress_state_dict=True, master_weight_bits=24, check_numerics=False, fused=True"
+_SHARED = ", quantize=True, compress_state_dict=True, master_weight_bits=24, check_numerics=False, fused=True"
+_MOMENTUM = "params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False"
 
 
-def _make(name, rule, signature, keeps_v=True):
+def _settings(name, keeps_v):
     def settings(optimizer, values):
         bits, quantize = values.pop("master_weight_bits"), values.pop("quantize")
         if bits not in _WEIGHTS:
             raise ValueError(f"{name}: master_weight_bits={bits} was found; take 24, 32 or None")
-        values.pop("fused")
         optimizer._bf16_weights = _WEIGHTS[bits]
         m, v = ("soft8/32", "sqrt8/32") if quantize else ("fp32", "fp32")
-        its = dict(rule=rule, m=m, v=v if keeps_v else None)
-        its.update(betas=values.pop("betas") if "betas" in values else (values.pop("momentum"), 0.0),
-                   eps=values.pop("eps", 1e-8))
+        its = dict(m=m, v=v if keeps_v else None)
+        if "momentum" in values:
+            its.update(betas=(values.pop("momentum"), 0.0))
         if values.pop("decouple_lr", False):  # a step decays by weight_decay times lr over the first lr
             its.update(decay_mode="independent", lr_max=values["lr"])
         return its
+    return settings
 
-    return drop_in(__name__, name, f"{signature}, {_SHARED}", settings)
 
-
-FlashAdam = _make("FlashAdam", "adam", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0")
-FlashAdamW = _make("FlashAdamW", "adamw", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, "
-                   "decouple_lr=False")
-FlashLion = _make("FlashLion", "lion", "params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0, decouple_lr=False", False)
-FlashSGD = _make("FlashSGD", "sgd", "params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False",
-                 False)
+for _name, _rule, _signature, _keeps_v in [
+        ("FlashAdam", "adam", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0", True),
+        ("FlashAdamW", "adamw", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decouple_lr=False",
+         True),
+        ("FlashLion", "lion", "params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0, decouple_lr=False", False),
+        ("FlashSGD", "sgd", _MOMENTUM, False)]:
+    globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _keeps_v), rule=_rule)
+FlashSGDW = absent("FlashSGDW", "take FlashLion or FlashAdamW, whose decay is decoupled too")
 
 
 def enable_gradient_release(model, optimizer, *, grad_scaler=None, pre_step=None):

@@ -1,24 +1,69 @@
 """Optimizers of torchao.optim: Adam and AdamW with states of 8 bits, 4 bits and fp8. As there, tensors of less than
-4096 elements or of cut blocks have no codes; their states are fp32."""
+4096 elements or of cut blocks have no codes; their states are fp32. CPUOffloadOptimizer steps on the CPU."""
+import torch
+
 from . import drop_in
 
 
-def _make(name, rule, m, v, block, decay):
-    """Returns the class `name`; m and v are formats, whose block is `block` unless the caller gives block_size."""
-
+def _settings(m, v):
     def settings(optimizer, values):
-        size = values.pop("block_size")
         optimizer._bf16_weights = "bf16:sr" if values.pop("bf16_stochastic_round") else "bf16"
-        return dict(rule=rule, m=f"{m}/{size}", v=f"{v}/{size}", betas=values.pop("betas"), eps=values.pop("eps"),
-                    min_quantized=(4096, size))
-
-    return drop_in(__name__, name, f"params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay={decay}, "
-                   f"amsgrad=False, *, block_size={block}, bf16_stochastic_round=False", settings)
+        size = values.pop("block_size", None)
+        return dict(m=f"{m}/{size}", v=f"{v}/{size}", min_quantized=(4096, size)) if size else dict(m=m, v=v)
+    return settings
 
 
-Adam8bit = _make("Adam8bit", "adam", "dyn8", "udyn8", 256, 0)
-AdamW8bit = _make("AdamW8bit", "adamw", "dyn8", "udyn8", 256, 1e-2)
-Adam4bit = _make("Adam4bit", "adam", "de4", "lin4", 128, 0)
-AdamW4bit = _make("AdamW4bit", "adamw", "de4", "lin4", 128, 1e-2)
-AdamFp8 = _make("AdamFp8", "adam", "e4m3", "e4m3", 256, 0)
-AdamWFp8 = _make("AdamWFp8", "adamw", "e4m3", "e4m3", 256, 1e-2)
+_FORMATS = {"8bit": ("dyn8", "udyn8", "block_size=256, "), "4bit": ("de4", "lin4", "block_size=128, "),
+            "Fp8": ("e4m3", "e4m3", "block_size=256, "), "": ("fp32", "fp32", "")}
+for _base, _rule, _decay in (("Adam", "adam", 0), ("AdamW", "adamw", 1e-2)):
+    for _suffix, (_m, _v, _block) in _FORMATS.items():
+        _name = _base + _suffix if _suffix else f"_{_base}"
+        globals()[_name] = drop_in(
+            _name, f"params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay={_decay}, amsgrad=False, *, "
+            f"{_block}bf16_stochastic_round=False", _settings(_m, _v), rule=_rule)
+
+
+class CPUOffloadOptimizer:
+    """Keeps copies of the parameters and all states in host memory, pinned, and steps them there."""
+
+    def __init__(self, params, optimizer_class=torch.optim.AdamW, *, offload_gradients=False, minimal_size=4096,
+                 **kwargs) -> None:
+        groups = list(params)
+        if not groups:
+            raise ValueError("optimizer got an empty parameter list")
+        groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
+        self.pairs, self.offloads = [], offload_gradients
+        for i, group in enumerate(groups):
+            both = [(p, self._host(p) if p.numel() >= minimal_size else p) for p in self._alone(group["params"])]
+            groups[i] = {**group, "params": [host for _, host in both]}
+            self.pairs += [(p, host) for p, host in both if p is not host]
+        self.optimizer = optimizer_class(groups, **kwargs)
+        self.param_groups, self.state_dict = self.optimizer.param_groups, self.optimizer.state_dict
+        self.load_state_dict = self.optimizer.load_state_dict
+
+    @staticmethod
+    def _alone(params):
+        return [p[1] if isinstance(p, tuple) else p for p in ([params] if isinstance(params, torch.Tensor) else params)]
+
+    @staticmethod
+    def _host(p):
+        host = torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda)
+        return torch.nn.Parameter(host.copy_(p.detach()), requires_grad=p.requires_grad)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for p, host in self.pairs:
+            host.grad = None if p.grad is None else p.grad.to("cpu", non_blocking=True)
+            p.grad = None if self.offloads else p.grad
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.optimizer.step()
+        for p, host in self.pairs:
+            p.copy_(host, non_blocking=True)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        for p, _ in self.pairs:
+            p.grad = None
+        self.optimizer.zero_grad(set_to_none)
