@@ -106,7 +106,7 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert jit list model/decode model/offload optim override plan resolve)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,checkpoint/convert jit list model/decode model/offload optim override plan resolve)
 $(HOST_ONLY): private CUDA_ARCH :=
 $(HOST_ONLY): private CUDA_PTX := 80
 
@@ -140,7 +140,7 @@ $(BUILD)/optim/%.o: optim/%.c
 # export nothing but nibble_optim.h. It opens cuBLASLt only for rules that read matrices.
 LIB := $(BUILD)/lib
 LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/nibble_settings.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out %/saved.o $(BUILD)/optim/model/%,$(OPTIM_OBJECTS))) \
-               $(patsubst %,$(LIB)/data/%.o,errors files memory removed text)
+               $(patsubst %,$(LIB)/data/%.o,errors files memory text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 space := $(subst ,, )
@@ -235,10 +235,6 @@ fuzz: train
 
 build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(SHARED_OBJECTS)
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
-
-# Layouts that only count do sums on null pointers in C++ (layout_take).
-# The parsers are in C, where such sums are faults.
-build/fuzz/%.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZERS) -fno-sanitize=pointer-overflow
 
 # Tests of the CPU with the fuzzers' objects, for memory errors and undefined behaviour. Leaks are not looked for, as
 # text_kept keeps texts until the program ends. Tests that start many programs would take too long.

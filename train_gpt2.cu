@@ -612,12 +612,9 @@ static void model_init(Model* m, uint64_t seed) {
         const ModelTensor* tensor = &m->stored[t];
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-        if (tensor->rows > 1) {
-            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations,
-                       activations_bytes(m, true));
-        } else {
-            arena_fill(&m->arena, t, ones ? 1.0f : 0.0f);
-        }
+        const bool vector = tensor->rows == 1;
+        arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f,
+                   vector ? 0.0f : 0.02f / residual);
     }
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
@@ -1320,7 +1317,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     step.flops = gpt2_flops(m->parameters, m->config.L, m->config.C, m->T);
     step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
-    step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;
+    step.parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
     step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
     step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
     require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);

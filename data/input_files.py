@@ -13,7 +13,6 @@ import json
 import lzma
 import os
 import re
-import shlex
 import zlib
 from pathlib import Path
 
@@ -22,7 +21,7 @@ try:
 except ImportError:
     from backports import zstd
 
-from messages import PREPARE, Problem
+from messages import Problem
 
 
 def make_folder(folder, out):
@@ -377,27 +376,3 @@ def holds_records(path, field):
     except (*READ_ERRORS, RecursionError):
         return False
     return isinstance(record, dict) and field in record
-
-
-def find_inputs(options):
-    """Returns the training and the validation files. It downloads named corpora."""
-    for path in options.inputs + (options.val or []):
-        if path in options.inputs and path in CORPORA and not os.path.exists(path):
-            continue
-        if not os.path.exists(path):
-            raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
-        if os.path.isdir(path):
-            raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
-        if not os.path.isfile(path):
-            raise Problem(f"{path}: not a regular file; write its contents into one")
-        input_kind(path)
-    train, validation = [], list(options.val or [])
-    for path in options.inputs:
-        if path not in CORPORA or os.path.exists(path):
-            train.append(path)
-            continue
-        instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
-        train += [str(download(*file, instead)) for file in CORPORA[path][0]]
-        if not options.val and not options.val_fraction:
-            validation += [str(download(*file, instead)) for file in CORPORA[path][1]]
-    return train, validation

@@ -5,7 +5,6 @@
 #include "json.h"
 #include "memory.h"
 #include "options_synonyms.h"
-#include "removed.h"
 #include "text.h"
 #include "version.h"
 
@@ -68,8 +67,6 @@ static const char* advice_for(const char* word, int dashes, int length) {
     name_plain(plain, text_kept("%.*s", length - dashes, word + dashes));
     const char* name = plain;
     for (int i = 0; groups[i]; i++) name += strncmp(name, groups[i], strlen(groups[i])) == 0 ? strlen(groups[i]) : 0;
-    const char* removed = removed_option(name, NULL);
-    if (removed) return text_kept("it was removed: %s", removed);
     const Option* option = option_find(name);
     if (option) return text_kept("type --%s%s%s", name, *option->values ? " " : "", option->values);
     // llm.c's options have one dash.
@@ -145,8 +142,6 @@ bool option_set(const Option* option, Options* options, const char* text, char* 
     }
     if (!text_is_utf8(text, (int64_t)strlen(text)))
         return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
-    const char* removed = removed_value(option->name, text);
-    if (removed) return data_error(error, "--%s %s was removed: %s", option->name, text, removed);
     if (option->type == OPTION_CHOICE && !text_among(text, option->values, '|')) {
         return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }

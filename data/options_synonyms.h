@@ -44,6 +44,9 @@ static const struct {
     {"save-steps", "type --save-every N"},
     {"save-total-limit", "type --keep N"},
     {"resume-from-checkpoint", "type --resume auto|DIR"},
+    {"comm", "leave it out: --grads bf16 also sends half the bytes"},
+    {"format", "leave it out: a format is a file in optim/formats, as optim/README.md says under How to add"},
+    {"rank-basis", "leave it out: galore keeps its directions in fp32"},
     {"wandb-log", "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports"},
 };
 

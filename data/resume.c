@@ -6,7 +6,6 @@
 #include <string.h>
 #include <unistd.h>
 #include "evaluation.h"
-#include "removed.h"
 #include "text.h"
 
 // Appends to `changed`, which is cut when it is full.
@@ -65,20 +64,6 @@ static bool is_in_run(const Resume* resume, const char* path) {
            file_exists(path_in(run, "log.jsonl"));
 }
 
-// Refuses a checkpoint whose options include one that was removed and that changed something.
-static bool resume_removed(const Resume* resume, char* error) {
-    for (const Json* one = resume->saved ? resume->saved->child : NULL; one; one = one->next) {
-        const char *name = one->key, *value = json_string(resume->saved, name, "");
-        const char* answer = option_find(name) ? NULL : removed_option(name, value);
-        if (!answer) continue;
-        return data_error(error,
-                          "--resume: the checkpoint has --%s %s, which was removed; for a new run with its weights "
-                          "type --model %s, and %s",
-                          name, value, shell_word(resume->from), answer);
-    }
-    return true;
-}
-
 // Judges paths that only the checkpoint names, which a stranger may have written. --prompt-file and --eval are refused
 // unless their files are in the run: lines of any file could come out as prompts. --data and --val are named in the
 // banner.
@@ -111,7 +96,6 @@ static bool resume_paths_taken(Resume* resume, char* error) {
 }
 
 bool resume_options(Resume* resume, char* error) {
-    if (!resume_removed(resume, error)) return false;
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);

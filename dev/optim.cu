@@ -12,7 +12,7 @@
 #include <errno.h>
 
 #include "../train_gpt2.cu"
-#include "../optim/rows.h"
+#include "../optim/rows/rows.h"
 #include "../optim/storage.h"
 #include "../optim/table.cuh"
 #include "timing.h"
@@ -77,8 +77,8 @@ static bool is_measured(const char* format) {
     return strstr(format, "/tensor") || strstr(format, "/rank1");
 }
 
-// Returns the bytes that the passes before the step of a rule by rows read (optim/rows.cuh). --limit-growth, whose pass
-// reads weights and v as well, is off here.
+// Returns the bytes that the passes before the step of a rule by rows read (optim/rows/rows.cuh). --limit-growth, whose
+// pass reads weights and v as well, is off here.
 static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
     Plan* plan = plan_ranges(config, m->arena.tensors, m->arena.count);
     double bytes = 0.0;

@@ -1,38 +1,38 @@
 #!/usr/bin/env python3
-"""Draws the loss curves of one or more runs from their log.jsonl, or the table of dev/optim.
+"""Draws the loss curves of one or more runs, or the table of dev/optim.
 
     pip install -r dev/requirements.txt
     python dev/plot.py runs/adamw32 runs/adamw8 -o loss.png --x tokens --smooth 20
+    python dev/plot.py dev/compare/results/gpt2/runs.jsonl:adamw32 fp8=dev/compare/results/gpt2_fp8/runs.jsonl:bf16 -o a.png
     ./build/dev/optim --csv optim.csv && python dev/plot.py optim.csv -o optim.png    # a bar a size, % of the copy rate
 
-RUN is a run folder or its log.jsonl. For each run the training loss is a thin line (with --smooth N the mean over the
-N records around each, with the unsmoothed loss pale behind it) and the validation loss a thick one with dots, in the
-same colour. Where a run was evaluated (--eval-every), its right answers are drawn beside the loss. What a resumed run
-redoes replaces what was logged before (runlog.py). A loss of null was not finite and leaves a gap.
+RUN is a run folder, its log.jsonl, or a configuration of a study (FILE:NAME). NAME= before it names its line. Runs that
+differ in their seed alone, and those of one NAME=, are one line: the mean of their validation losses, with a band of the
+standard error. The training loss is pale behind it (--smooth N: the mean of N records). More than eight lines make
+further panels. Where a run was evaluated (--eval-every), its right answers are drawn below. What a resumed run redoes
+replaces what was logged before (runlog.py).
 """
 
 import csv
+import json
 import math
 import os
+import re
 import sys
+from argparse import RawDescriptionHelpFormatter
+from pathlib import Path
 
-from colours import COLOURS, plain
 from problem import Parser, Problem, answered, installs, regular, say
 from runlog import RunLog, numbers
 
 try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from curves import COLOURS, STYLE, Curve, draw_curves, label_x, mean_curve, panels, parts_of, plt, save, smoothed
 except ImportError as missing:
     print(f"plot: error: {missing}; {installs('-r dev/requirements.txt')}", file=sys.stderr)
     sys.exit(2)
 
-# Dashes tell runs apart in grey print and where there are more runs than colours.
-DASHES = ["-", "--", ":", "-."]
-MARKS = ["o", "s", "^", "D"]  # of evaluations
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field of a record
+OWN = ("seed", "run", "resume")  # options in which the runs of one line may differ
 
 
 def read_log(run):
@@ -51,44 +51,40 @@ def read_log(run):
     return log
 
 
-def curve(records, axis, field, path):
-    """Returns x and y of a list of records: the axis' field and another one."""
-    key = AXES[axis]
+def points(records, axis, field, path):
+    """Returns the axis' field and another one of each record."""
     try:
-        return [float(record[key]) for record in records], numbers(records, field)
+        return [float(record[AXES[axis]]) for record in records], numbers(records, field)
     except (KeyError, TypeError, ValueError):
-        raise Problem(f'{path}: some records have no "{key}"; choose another --x') from None
+        raise Problem(f'{path}: some records have no "{AXES[axis]}"; choose another --x') from None
 
 
-def label_x(axes, axis):
-    axes.set_xlabel(axis)
-    if axis == "tokens":
-        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    if axis == "time":  # seconds; shown in the unit that suits the longest run
-        longest = axes.get_xlim()[1]
-        unit, seconds = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 120 else ("seconds", 1)
-        axes.set_xlabel("time in " + unit)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MultipleLocator(seconds * nice_step(longest / seconds)))
-        axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x / seconds:g}"))
+def study_lines(path, name, axis):
+    """Returns [({step: (x, validation loss)}, [], {}), ...] of a configuration, one a seed."""
+    try:
+        records = [json.loads(line) for line in Path(regular(path)).read_text("utf-8").splitlines()]
+        mine = [record for record in records if record["name"] == name and record["status"] == "done"]
+        if not mine:
+            raise Problem(f"{path}: no run of {name!r} is done in it; it has {', '.join(dict.fromkeys(r['name'] for r in records))}")
+        unit = {"step": lambda r: 1, "tokens": lambda r: r["tokens_per_step"]}
+        unit["time"] = lambda r: r["tokens_per_step"] / r["tokens_per_second"]
+        line = lambda r, kind: [(step, step * unit[axis](r), loss) for step, loss in r[kind] if loss is not None]
+        return [({step: (x, y) for step, x, y in line(r, "val")}, [], {}) for r in mine]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path}: not the records of a study ({error}); give RUNS.jsonl:CONFIGURATION") from None
 
 
-def nice_step(length):
-    """Returns 1, 2 or 5 times a power of ten, so that at most ten steps fit into the length."""
-    step = 10.0 ** math.floor(math.log10(length / 10))
-    return next(step * factor for factor in (1, 2, 5, 10) if step * factor >= length / 10)
-
-
-def smoothed(values, window):
-    """Returns for each value the mean of the finite ones of `window` values around it; a gap stays a gap.
-
-    The window is centred so that a falling curve is not shifted to the right, away from the validation loss.
-    """
-    result = []
-    for i, value in enumerate(values):
-        half = min(window // 2, i, len(values) - 1 - i)
-        near = [v for v in values[i - half : i + half + 1] if math.isfinite(v)]
-        result.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
-    return result
+def run_lines(log, axis):
+    """Returns ({step: (x, validation loss)}, [(x, training loss), ...], {task: (x, right answers)}) of a run."""
+    tasks = {}
+    for record in log.records["eval"]:
+        tasks.setdefault(record["name"], []).append(record)
+    answers = {
+        task: points(its, axis, "acc_norm" if "acc_norm" in its[-1] else "acc", log.path) for task, its in tasks.items()
+    }
+    val, train = points(log.records["val"], axis, "loss", log.path), points(log.records["train"], axis, "loss", log.path)
+    steps = [record["step"] for record in log.records["val"]]
+    return {step: (x, y) for step, x, y in zip(steps, *val) if math.isfinite(y)}, list(zip(*train)), answers
 
 
 def run_names(runs):
@@ -97,61 +93,70 @@ def run_names(runs):
     depth = 1
     while len({tuple(p[-depth:]) for p in parts}) < len({tuple(p) for p in parts}):
         depth += 1
-    return [plain("/".join(p[-depth:])) for p in parts]
+    return ["/".join(p[-depth:]) for p in parts]
 
 
-def draw_losses(axes, options, names, logs):
-    drawn = False
-    for i, (name, log) in enumerate(zip(names, logs)):
-        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
-        x, y = curve(log.records["train"], options.x, "loss", log.path)
-        drawn = drawn or any(map(math.isfinite, y))
-        if options.smooth > 1:
-            axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.25)
-            y = smoothed(y, options.smooth)
-        label = name + " train" if y else None
-        axes.plot(x, y, dash, color=colour, linewidth=1.0, alpha=0.8, label=label)
-        x, y = curve(log.records["val"], options.x, "loss", log.path)
-        finite = [value for value in y if math.isfinite(value)]
-        label = f"{name} validation ({finite[-1]:.4f})" if finite else None
-        dots = {"marker": "o", "markersize": 4} if len(x) <= 60 else {}
-        axes.plot(x, y, dash, color=colour, linewidth=1.8, label=label, zorder=3, **dots)
-        drawn = drawn or bool(finite)
-    if not drawn:
-        raise Problem("no run has a finite loss to draw")
-    axes.set_ylabel("loss (nats a token)")
-
-
-def draw_accuracies(axes, options, names, logs):
-    """Draws a line for each run and evaluation: acc_norm if there are several choices, else acc."""
-    marks = {}
-    for i, (name, log) in enumerate(zip(names, logs)):
-        for task in dict.fromkeys(record["name"] for record in log.records["eval"]):
-            records = [record for record in log.records["eval"] if record["name"] == task]
-            x, y = curve(records, options.x, "acc_norm" if "acc_norm" in records[-1] else "acc", log.path)
-            mark = marks.setdefault(task, MARKS[len(marks) % len(MARKS)])
-            label = f"{name} {task} ({100 * y[-1]:.1f} %)"
-            axes.plot(
-                x, [100 * value for value in y], "-" + mark, color=COLOURS[i % len(COLOURS)], label=label, markersize=4
-            )
-    axes.set_ylabel("right answers (%)")
-
-
-def read_logs(runs):
-    """Returns {run: its RunLog}. Of several, what is no run with a loss is left out, and a notice says so."""
-    logs, problems = {}, []
-    for run in runs:
+def read_all(options):
+    """Returns {name of a line: [(validation, training, evaluations) of a seed, ...]}. Of several runs, what is no run with
+    a loss is left out, and a notice says so."""
+    given = [re.fullmatch(r"(?:([^=/]+)=)?(.*)", run, re.S).groups() for run in options.runs]
+    names, lines, alike, problems = run_names([run for _, run in given]), {}, {}, []
+    for (typed, run), name in zip(given, names):
+        path, _, configuration = run.rpartition(".jsonl:")
+        if path:
+            lines.setdefault(typed or configuration, []).extend(study_lines(f"{path}.jsonl", configuration, options.x))
+            continue
         try:
-            logs[run] = read_log(run)
+            log = read_log(run)
         except Problem as problem:
             if not os.path.exists(run):
                 raise
             problems.append(problem)
-    if not logs:
+            continue
+        same = {key: value for key, value in log.config.get("options", {}).items() if key not in OWN}
+        seed = log.config.get("options", {}).get("seed")
+        key = typed or (json.dumps(same, sort_keys=True) if seed is not None else name)
+        lines.setdefault(alike.setdefault(key, typed or name), []).append(run_lines(log, options.x))
+    if not lines:
         raise problems[0]
     for problem in problems:
         say(f"plot: notice: left out: {problem}", sys.stderr)
-    return logs
+    return lines
+
+
+def loss_curve(name, seeds, window):
+    """Returns the Curve of a line: the validation loss or, where there is none, the training loss."""
+    train = seeds[0][1]
+    x, y = [point[0] for point in train], [point[1] for point in train]
+    raw = (x, smoothed(y, window)) if train else ()
+    if all(val for val, _, _ in seeds):
+        return mean_curve(name, [val for val, _, _ in seeds], raw)
+    shown = smoothed(y, window)
+    return Curve(name + ", training", x, shown, raw=(x, y)) if any(map(math.isfinite, shown)) else None
+
+
+def draw_runs(options):
+    """Returns a figure of the losses of runs and, where they were evaluated, of their right answers."""
+    lines = read_all(options)
+    losses = list(filter(None, (loss_curve(name, seeds, options.smooth) for name, seeds in lines.items())))
+    if not losses:
+        raise Problem("no run has a finite loss to draw")
+    answers = [
+        Curve(f"{name} {task}" + f" ({i + 1})" * (len(seeds) > 1), x, [100 * value for value in y])
+        for name, seeds in lines.items()
+        for i, (_, _, tasks) in enumerate(seeds)
+        for task, (x, y) in tasks.items()
+    ]
+    parts = [(options.title or "loss", "nats a token", its) for its in parts_of(losses)]
+    parts += [("right answers", "%", its) for its in parts_of(answers) if its]
+    figure, all_axes = panels([title for title, _, _ in parts])
+    for axes, (_, unit, curves) in zip(all_axes, parts):
+        draw_curves(axes, curves)
+        axes.set_ylabel(unit)
+        label_x(axes, {"time": "seconds"}.get(options.x, options.x))
+        if options.log and unit != "%":
+            axes.set_yscale("log")
+    return figure
 
 
 def draw_shares(path):
@@ -178,33 +183,12 @@ def draw_shares(path):
     return figure
 
 
-def draw_runs(options):
-    """Returns a figure of the losses of runs and, where they were evaluated, of their right answers."""
-    found = read_logs(options.runs)
-    logs, names = list(found.values()), run_names(found)
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    pictures = [draw_losses] + [draw_accuracies] * any(log.records["eval"] for log in logs)
-    size = (8 if len(pictures) == 1 else 13, 4.8)
-    figure, panels = plt.subplots(1, len(pictures), figsize=size, layout="constrained", squeeze=False)
-    for picture, axes in zip(pictures, panels[0]):
-        picture(axes, options, names, logs)
-        label_x(axes, options.x)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.legend(frameon=False)
-    axes = panels[0][0]
-    if options.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    return figure
-
-
 def draw(options):
     shares = len(options.runs) == 1 and options.runs[0].endswith(".csv")
-    figure = draw_shares(options.runs[0]) if shares else draw_runs(options)
+    with plt.rc_context(STYLE):
+        figure = draw_shares(options.runs[0]) if shares else draw_runs(options)
     try:
-        figure.savefig(options.output, dpi=150)
+        save(figure, Path(options.output))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Problem(f"{options.output}: cannot be written ({reason}); give another by -o") from None
@@ -212,8 +196,8 @@ def draw(options):
 
 
 def main():
-    parser = Parser(prog="plot", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or its log.jsonl; or a CSV of dev/optim")
+    parser = Parser(prog="plot", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="[NAME=]RUN, see above; or a CSV of dev/optim")
     parser.add_argument(
         "-o", "--output", default="loss.png", metavar="FILE", help=".png, .svg or .pdf (default: %(default)s)"
     )
@@ -221,6 +205,7 @@ def main():
     parser.add_argument(
         "--smooth", type=int, default=1, metavar="N", help="mean over N training records (default: none)"
     )
+    parser.add_argument("--title", default="", help="of the picture")
     parser.add_argument("--log", action="store_true", help="logarithmic loss axis")
     options = parser.parse_args()
     if options.smooth < 1:

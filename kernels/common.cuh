@@ -263,7 +263,7 @@ struct Layout {
 // Returns the next array of n elements, 256-byte aligned.
 template <typename T>
 T* layout_take(Layout* layout, int64_t n) {
-    T* array = (T*)(layout->base + layout->used);
+    T* array = layout->base ? (T*)(layout->base + layout->used) : nullptr;
     layout->used = aligned_bytes(layout->used + n * (int64_t)sizeof(T));
     return array;
 }

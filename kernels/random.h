@@ -1,6 +1,7 @@
-// Random bits, each a function of where it is used: initial weights (initial.cuh) and the draws of samples. (The noise
-// of stochastic rounding is the optimizer's own.)
+// Random bits, each a function of where it is used: initial weights and the draws of samples. (The noise of stochastic
+// rounding is the optimizer's own.)
 #pragma once
+#include <math.h>
 #include <stdint.h>
 
 // Tensors and elements below these have bits of their own; the callers check what they pass.
@@ -16,4 +17,14 @@ constexpr uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element)
         z ^= z >> 31;
     }
     return z;
+}
+
+// A normally distributed number of (seed, tensor, element), for initial weights: Box-Muller in fp64, rounded to fp32.
+// With u and a in (0, 1) and [0, 1) out of 64 random bits,
+//     z(2k) = sqrt(-2 log u) cos(2 pi a)      z(2k + 1) = sqrt(-2 log u) sin(2 pi a)
+inline float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
+    const uint64_t bits = random_bits(seed, tensor, element / 2);
+    const double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
+    const double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
+    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
 }

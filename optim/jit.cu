@@ -13,7 +13,7 @@
         "\"\n.popsection\n");
 #endif
 #include "persistent.cuh"
-#include "sums.cuh"
+#include "rows/sums.cuh"
 #include "table.cuh"
 
 #include <dlfcn.h>
@@ -24,18 +24,7 @@
 
 extern "C" const char __start_optim_sources[], __stop_optim_sources[];
 
-typedef unsigned __int128 Hash;
-
-// FNV-1a in 128 bits. It names files and finds damage; it is no protection against attackers.
-static Hash hash_bytes(Hash hash, const void* bytes, int64_t count) {
-    const Hash prime = ((Hash)1 << 88) + 0x13b;
-    for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const unsigned char*)bytes)[i]) * prime;
-    return hash;
-}
-
-static Hash hash_start() {
-    return ((Hash)0x6c62272e07bb0142ull << 64) + 0x62b821756295c58dull;
-}
+typedef struct NvrtcProgram_* NvrtcProgram;
 
 // The calls of NVRTC that are needed, declared here since the library is opened at run time and its header need not be
 // installed.
@@ -90,12 +79,11 @@ static bool nvrtc_open(Nvrtc* nvrtc) {
 
 static bool nvrtc_missing(char* error) {
     const char* own = getenv("NIBBLE_NVRTC");
-    snprintf(error, DATA_ERROR_BYTES,
-             "the optimizer's kernels are compiled at run time, and %s could not be opened: install cuda-nvrtc-13-0 "
-             "(or -12-8) by apt-get, or nvidia-cuda-nvrtc by pip, and set NIBBLE_NVRTC to the library's path if the "
-             "loader does not find it",
-             own && *own ? own : "libnvrtc.so.13 or .12");
-    return false;
+    return data_error(error,
+                      "the optimizer's kernels are compiled at run time, and %s could not be opened: install "
+                      "cuda-nvrtc-13-0 (or -12-8) by apt-get, or nvidia-cuda-nvrtc by pip, and set NIBBLE_NVRTC to the "
+                      "library's path if the loader does not find it",
+                      own && *own ? own : "libnvrtc.so.13 or .12");
 }
 
 bool jit_available() {
@@ -116,11 +104,8 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
         if (known[i] < compute && known[i] > newest) newest = known[i];
     }
     snprintf(architecture, bytes, "compute_%d", newest);
-    if (newest == 0) {
-        snprintf(error, DATA_ERROR_BYTES, "this libnvrtc compiles for no device of compute capability %d.%d or older",
-                 compute / 10, compute % 10);
-    }
-    return newest != 0;
+    return newest != 0 || data_error(error, "this libnvrtc compiles for no device of compute capability %d.%d or older",
+                                     compute / 10, compute % 10);
 }
 
 // Returns the source that is compiled: all of the optimizer's device code. The caller frees it. The headers' own
@@ -144,10 +129,12 @@ static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",     
 constexpr int NVRTC_NO_MEMORY = 1;  // a status
 constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
-// Allocates an image.
-static JitImage image_take(int64_t symbol_bytes, int64_t image_bytes) {
-    char* symbol = (char*)memory_take((size_t)(symbol_bytes + image_bytes));
-    return {symbol, symbol + symbol_bytes, image_bytes, false};
+// Allocates an image; returns false if there is no memory. It does not call memory.h, which could not report a lack of
+// memory from the threads that call this.
+static bool image_take(int64_t symbol_bytes, int64_t image_bytes, JitImage* image) {
+    char* symbol = (char*)malloc((size_t)(symbol_bytes + image_bytes));
+    if (symbol) *image = {symbol, symbol + symbol_bytes, image_bytes, false};
+    return symbol != nullptr;
 }
 
 void jit_free(JitImage* image) {
@@ -155,10 +142,10 @@ void jit_free(JitImage* image) {
     memset(image, 0, sizeof(*image));
 }
 
-// Makes and compiles a program, and returns NVRTC's status. It takes no memory from memory.h, which could not report
-// a lack of it from the threads that call this.
-static int program_compile(const Nvrtc* nvrtc, const char* source, const char* expression, const char* architecture,
-                           NvrtcProgram* program) {
+// Compiles the kernel of a request into its image, or sets its status and NVRTC's log.
+static bool request_compile(const Nvrtc* nvrtc, const char* source, const char* architecture, JitRequest* request) {
+    const char *symbol = "", *expression = request->expression;
+    const bool ptx = strncmp(architecture, "compute_", 8) == 0;
     char option_arch[64];
     // The "a" allows instructions that only Hopper has, which kernel.cuh uses if it may.
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
@@ -169,35 +156,25 @@ static int program_compile(const Nvrtc* nvrtc, const char* source, const char* e
     options[count++] = option_arch;
     // NVRTC from 13 on has its own cache, and starts the driver to find it, which takes more time than it could save.
     if (nvrtc->version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
-    int status = nvrtc->create(program, source, "optim.cu", 0, nullptr, nullptr);
-    if (status == 0 && *expression) status = nvrtc->add_name(*program, expression);
-    return status == 0 ? nvrtc->compile(*program, count, options) : status;
-}
-
-// Copies the image of a compiled program. Otherwise writes NVRTC's status and log, and returns false.
-static bool program_image(const Nvrtc* nvrtc, const JitRequest* request, const char* architecture, JitImage* image,
-                          char* error) {
-    const char *symbol = "", *expression = request->expression;
-    const bool ptx = strncmp(architecture, "compute_", 8) == 0;
-    const NvrtcProgram program = request->program;
-    int status = request->status;
+    NvrtcProgram program = nullptr;
     size_t bytes = 0;
+    int status = nvrtc->create(&program, source, "optim.cu", 0, nullptr, nullptr);
+    if (status == 0 && *expression) status = nvrtc->add_name(program, expression);
+    if (status == 0) status = nvrtc->compile(program, count, options);
     if (status == 0 && *expression) status = nvrtc->lowered_name(program, expression, &symbol);
     if (status == 0) status = ptx ? nvrtc->ptx_size(program, &bytes) : nvrtc->cubin_size(program, &bytes);
+    const int64_t symbol_bytes = (int64_t)strlen(symbol) + 1;
+    if (status == 0 && !image_take(symbol_bytes, (int64_t)bytes, &request->image)) status = NVRTC_NO_MEMORY;
     if (status == 0) {
-        *image = image_take((int64_t)strlen(symbol) + 1, (int64_t)bytes);
-        memcpy(image->symbol, symbol, strlen(symbol) + 1);
-        status = ptx ? nvrtc->ptx(program, image->image) : nvrtc->cubin(program, image->image);
+        memcpy(request->image.symbol, symbol, (size_t)symbol_bytes);
+        status = (ptx ? nvrtc->ptx : nvrtc->cubin)(program, request->image.image);
     }
-    if (status == 0) return true;
-    if (status == NVRTC_NO_MEMORY) memory_missing(0);
-    const bool logged = nvrtc->log_size(program, &bytes) == 0 && bytes > 1;
-    char* log = (char*)memory_zero(1, logged ? bytes + 1 : 1);
-    if (logged && nvrtc->log(program, log) != 0) log[0] = 0;
-    snprintf(error, DATA_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
-             nvrtc->error_string(status), log);
-    free(log);
-    return false;
+    const bool logged = status != 0 && program && nvrtc->log_size(program, &bytes) == 0 && bytes > 1;
+    if (logged) request->log = (char*)calloc(bytes + 1, 1);
+    if (request->log && nvrtc->log(program, request->log) != 0) request->log[0] = 0;
+    if (program) nvrtc->destroy(&program);
+    request->status = status;
+    return status == 0;
 }
 
 // Writes the cache's folder. Returns false if the environment names none or its name is too long.
@@ -214,12 +191,13 @@ static bool cache_folder(char* folder, size_t bytes) {
 }
 
 void jit_key(const char* expression, const char* architecture, int major, int minor, char key[JIT_KEY_BYTES]) {
-    int version[2] = {major, minor};
-    Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
-    for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
-    hash = hash_bytes(hash, version, sizeof(version));
-    for (const char* text : {architecture, expression}) hash = hash_bytes(hash, text, (int64_t)strlen(text) + 1);
-    snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)(hash >> 64), (unsigned long long)hash);
+    char text[4096];
+    int used = 0;
+    for (const char* option : jit_options) used += snprintf(text + used, sizeof(text) - (size_t)used, "%s ", option);
+    snprintf(text + used, sizeof(text) - (size_t)used, "%s %d.%d %s", architecture, major, minor, expression);
+    const uint64_t source = text_hash(__start_optim_sources, __stop_optim_sources - __start_optim_sources),
+                   rest = text_hash(text, (int64_t)strlen(text));
+    snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)source, (unsigned long long)rest);
 }
 
 bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes) {
@@ -237,14 +215,13 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
 struct CacheHeader {
     char magic[16];
     int64_t symbol_bytes, image_bytes;
-    Hash checksum;  // of the sizes and of everything after the header
+    uint64_t checksum;  // of the sizes and of everything after the header; no protection against attackers
 };
 
-static const char cache_magic[16] = "nibble kernel 2";
+static const char cache_magic[16] = "nibble kernel 3";
 
-static Hash cache_checksum(const CacheHeader* header, const char* payload) {
-    const Hash hash = hash_bytes(hash_start(), &header->symbol_bytes, 16);
-    return hash_bytes(hash, payload, header->symbol_bytes + header->image_bytes);
+static uint64_t cache_checksum(const CacheHeader* header, const char* payload) {
+    return text_hash(payload, header->symbol_bytes + header->image_bytes) ^ bits_mix((uint64_t)header->symbol_bytes);
 }
 
 // Returns true for a folder or regular file (`type`) that only this user or root could have written.
@@ -275,8 +252,7 @@ static bool cache_read(const char* path, JitImage* image) {
                 memcmp(header.magic, cache_magic, sizeof(cache_magic)) == 0 && header.symbol_bytes > 0 &&
                 header.symbol_bytes < most && header.image_bytes > 0 && header.image_bytes < most &&
                 info.st_size == (int64_t)sizeof(header) + header.symbol_bytes + header.image_bytes;
-    if (good) {
-        *image = image_take(header.symbol_bytes, header.image_bytes);
+    if (good && image_take(header.symbol_bytes, header.image_bytes, image)) {
         char* symbol = image->symbol;
         good = file_read_at(file, "", symbol, sizeof(header), header.symbol_bytes + header.image_bytes, ignored) &&
                cache_checksum(&header, symbol) == header.checksum && symbol[header.symbol_bytes - 1] == 0;
@@ -284,7 +260,7 @@ static bool cache_read(const char* path, JitImage* image) {
         if (!good) jit_free(image);
     }
     close(file);
-    return good;
+    return good && image->cached;
 }
 
 // Creates the folders of a path. A failure will show when the file is opened.
@@ -337,56 +313,48 @@ static bool request_needs(const JitRequest* request, int index) {
     return needs;
 }
 
-// Compiles what the requests need, each kernel in a thread.
-static bool requests_compile(JitRequest* request, int count, const char* architecture, char* error) {
+// Reads the image of a request from the cache, or compiles it and writes it there.
+static void request_get(const Nvrtc* nvrtc, const char* source, const char* architecture, bool caches,
+                        JitRequest* request) {
+    char path[4352];
+    const bool named = caches && jit_cache_path(request->expression, architecture, path, sizeof(path));
+    if (named && cache_read(path, &request->image)) return;
+    if (!request_compile(nvrtc, source, architecture, request) || !caches) return;
+    if (!named || !cache_write(path, &request->image)) cache_notice();
+}
+
+// Gets the images that the requests need, each in a thread; without the cache if `caches` is false.
+static bool requests_get(JitRequest* request, int count, const char* architecture, bool caches, char* error) {
     Nvrtc nvrtc;
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
     char* source = jit_source();
-    bool good = true;
 #pragma omp parallel for schedule(dynamic) num_threads(count)
     for (int i = 0; i < count; i++) {
-        JitRequest* its = &request[i];
-        if (!request_needs(request, i)) continue;
-        its->status = program_compile(&nvrtc, source, its->expression, architecture, &its->program);
+        if (request_needs(request, i)) request_get(&nvrtc, source, architecture, caches, &request[i]);
     }
     free(source);
-    for (int i = 0; i < count && good; i++) {
-        JitRequest* its = &request[i];
-        if (its->program) good = program_image(&nvrtc, its, architecture, &its->image, error);
-    }
-    return good;
-}
-
-void jit_requests_free(JitRequest* request, int count) {
-    Nvrtc nvrtc;
     for (int i = 0; i < count; i++) {
-        if (request[i].program && nvrtc_open(&nvrtc)) nvrtc.destroy(&request[i].program);
-        jit_free(&request[i].image);
-        free((void*)request[i].expression);
-    }
-}
-
-// Compiles without the cache if `caches` is false.
-static bool requests_get(JitRequest* request, int count, const char* architecture, bool caches, char* error) {
-    char path[4352];
-    bool all = true;
-    for (int i = 0; i < count; i++) {
-        if (!request_needs(request, i)) continue;
-        const bool named = caches && jit_cache_path(request[i].expression, architecture, path, sizeof(path));
-        if (!named || !cache_read(path, &request[i].image)) all = false;
-    }
-    if (all) return true;
-    if (!requests_compile(request, count, architecture, error)) return false;
-    for (int i = 0; i < count && caches; i++) {
-        if (!request[i].program) continue;
-        const bool named = jit_cache_path(request[i].expression, architecture, path, sizeof(path));
-        if (!named || !cache_write(path, &request[i].image)) cache_notice();
+        const JitRequest* failed = &request[i];
+        if (failed->status == 0) continue;
+        if (failed->status == NVRTC_NO_MEMORY) memory_missing(0);
+        // data_error would take the line breaks out of the log.
+        snprintf(error, DATA_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s",
+                 *failed->expression ? failed->expression : "it", nvrtc.error_string(failed->status),
+                 failed->log ? failed->log : "");
+        return false;
     }
     return true;
 }
 
+void jit_requests_free(JitRequest* request, int count) {
+    for (int i = 0; i < count; i++) {
+        jit_free(&request[i].image);
+        free(request[i].log), free((void*)request[i].expression);
+    }
+}
+
 static bool image_get(const char* expression, const char* architecture, bool caches, JitImage* image, char* error) {
-    JitRequest request = {text_copy(expression), nullptr, {}, nullptr, 0};
+    JitRequest request = {text_copy(expression), nullptr, {}, 0, nullptr};
     const bool good = requests_get(&request, 1, architecture, caches, error);
     *image = request.image, request.image = {};
     if (!good) jit_free(image);
@@ -411,15 +379,12 @@ static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     memset(kernel, 0, sizeof(*kernel));
     if (!driver_bind("cuModuleLoadData", &module_load) || !driver_bind("cuModuleGetFunction", &module_function) ||
         !driver_bind("cuLaunchKernel", &kernel->launch) || !driver_bind("cuFuncSetAttribute", &kernel->allow)) {
-        snprintf(error, DATA_ERROR_BYTES, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
-        return false;
+        return data_error(error, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
     }
     CUresult status = module_load(&module, image->image);
     if (status == CUDA_SUCCESS) status = module_function(&kernel->function, module, image->symbol);
-    if (status == CUDA_SUCCESS) return true;
-    snprintf(error, DATA_ERROR_BYTES, "the driver refused the compiled kernel %s: %s", image->symbol,
-             cudaGetErrorName((cudaError_t)status));
-    return false;
+    return status == CUDA_SUCCESS || data_error(error, "the driver refused the compiled kernel %s: %s", image->symbol,
+                                                cudaGetErrorName((cudaError_t)status));
 }
 
 // The kernels that this process has loaded. Optimizers share them: with step_in_backward of the PyTorch package each

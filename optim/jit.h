@@ -79,20 +79,19 @@ struct Kernel {
 };
 
 // A kernel that is asked for: jit_kernels fills kernel->jit, and keeps the rest for jit_requests_free.
-typedef struct NvrtcProgram_* NvrtcProgram;
 struct JitRequest {
     const char* expression;
     Kernel* kernel;
     JitImage image;
-    NvrtcProgram program;
-    int status;  // of the program
+    int status;  // NVRTC's, if it could not compile the kernel
+    char* log;   // what NVRTC said then, or null
 };
 
 // Compiles kernels through the cache, each in a thread, and loads them, for a device of compute capability `compute`.
 // Kernels that this process has loaded already are taken as they are. A kernel stays loaded until the process ends.
 // Exits with a sentence if that fails.
 void jit_kernels(int compute, JitRequest* request, int count);
-// Frees expressions, images and programs, also after a failure.
+// Frees expressions, images and logs, also after a failure.
 void jit_requests_free(JitRequest* request, int count);
 // Launches a kernel; `arguments` is as for cudaLaunchKernel.
 void jit_launch(const Kernel* kernel, int64_t grid, int shared_bytes, void** arguments, cudaStream_t stream);

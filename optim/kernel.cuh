@@ -18,7 +18,7 @@
 #include "formats/feedback.cuh"
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
-#include "rows.cuh"
+#include "rows/rows.cuh"
 #include "rules/hyper.cuh"
 
 EMBED_SOURCE
@@ -539,18 +539,5 @@ __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_
     int first = threadIdx.x * DECODE_ELEMENTS;
     Weights::view(tile_at(codes, scales, third, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
     Copy::set({(char*)copy.codes + (int64_t)blockIdx.x * tile_bytes(to), nullptr}, first, x, DECODE_ELEMENTS);
-}
-
-// Sets weights, rounded to nearest, from `count` values; the weights behind these become zero.
-// grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
-template <class Weights>
-__global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS)
-    optim_set_kernel(Streams weights, const float* values, int64_t count) {
-    constexpr StreamInfo codes = Weights::STREAM[0], scales = Weights::STREAM[1], third = Weights::STREAM[2];
-    float x[DECODE_ELEMENTS];
-    const int first = threadIdx.x * DECODE_ELEMENTS;
-    const int64_t from = (int64_t)blockIdx.x * TILE_ELEMENTS + first;
-    for (int i = 0; i < DECODE_ELEMENTS; i++) x[i] = from + i < count ? values[from + i] : 0.0f;
-    Weights::set(tile_at(codes, scales, third, weights, blockIdx.x), first, x, DECODE_ELEMENTS);
 }
 #endif

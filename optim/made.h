@@ -1,13 +1,12 @@
-// The insides of an optimizer, which optim.cu makes and step.cu uses.
+// The insides of an optimizer: optim.cu makes them, step.cu takes steps with them, and the other files read them.
 #pragma once
 #include "jit.h"
 #include "matrix/matrix.h"
-#include "placed.h"
 #include "plan.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 // The weights of all tensors that are stored in one format.
-struct Weights {
+struct StoredWeights {
     const FormatRow* row;
     const ArenaRun* run;  // of these arrays
     Streams streams;
@@ -26,12 +25,15 @@ struct StepKernel {
     Kernel measure;
 };
 
+// The states that a step reads and writes: m, v, and the slow average of rules that keep one.
+constexpr int OPTIM_KEPT = 3;
+
 // The tensors that have the same rule and formats. Their step is one kernel launch or, with a rule that reads matrices,
 // two for each chunk of matrices.
 struct StepLaunch {
     const LaunchPlan* plan;
     Rows rows;
-    const Weights* weights;
+    const StoredWeights* weights;
     Streams kept[SLOTS];     // the states; kept[SLOT_WEIGHTS] is empty
     Streams at[OPTIM_KEPT];  // where steps find m, v and slow, from tile `states` of the launch on
     uint32_t states;
@@ -45,6 +47,22 @@ struct StepLaunch {
     RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
 };
 
+// The numbers of spans that a step reads, and those that it makes. spans_settle replaces the former by the latter, and
+// sets the latter to 0, unless grad_scale is NaN or infinite.
+struct Settle {
+    float *now, *next;  // (count), device memory
+    int64_t count;
+    const ArenaRun* run;  // whose tensors they belong to
+    Span span;
+};
+void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
+
+// Memory that the optimizer frees at its end.
+struct OwnMemory {
+    void* at;
+    bool on_host;
+};
+
 struct Optim {
     const Device* dev;
     OptimConfig config;
@@ -52,12 +70,12 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                   // all weights in the compute type, stored or copied; NULL: no copy is kept
-    Weights weights[LAUNCHES];    // as many as the plan has
-    StepLaunch launch[LAUNCHES];  // as many as the plan has
-    float* factors;               // device memory: factor of the update in each tile, or null
-    Tile* tiles;                  // device memory: the tiles of the launches, then a counter for each launch
-    const void** grads;           // (count) where each tensor's gradients begin here, as the tiles have it
+    void* seen;                       // all weights in the compute type, stored or copied; NULL: no copy is kept
+    StoredWeights weights[LAUNCHES];  // as many as the plan has
+    StepLaunch launch[LAUNCHES];      // as many as the plan has
+    float* factors;                   // device memory: factor of the update in each tile, or null
+    Tile* tiles;                      // device memory: the tiles of the launches, then a counter for each launch
+    const void** grads;               // (count) where each tensor's gradients begin here, as the tiles have it
     OptimBytes allocated;
     bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made; only `allocated` is summed up
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states
@@ -65,6 +83,66 @@ struct Optim {
     int stream_count;
     Settle settle[4 * LAUNCHES];
     int settles;
+    OwnMemory memory[64 * LAUNCHES];
+    int memories;
     JitRequest request[8 * LAUNCHES];  // the kernels that optim_make compiles
     int requests;
 };
+
+// The numbers from which the constants of a step (constants.h) are computed, for each group.
+struct StepConstants {
+    HyperSource source[STEP_GROUPS];
+    double rate[STEP_GROUPS];
+    const float* rate_at[STEP_GROUPS];  // on the device: a replay reads the rate here; null: it is `rate`
+    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
+    int groups;
+};
+
+// The arguments of kernels that were captured in a CUDA graph, in device memory. Kernels of one stream use them one
+// after another.
+struct Replayed {
+    StepArguments step;
+    float changing[3];  // the first group's one_minus_beta2 and root2, and root3 (SettleArguments)
+};
+
+// A step of some tiles of a launch. With a rule that reads rows or matrices these are whole tensors in the arena's
+// order.
+struct LaunchStep {
+    const OptimConfig* config;  // the launch's, with the betas of this step
+    const float* grad_scale;
+    int64_t number;                // of the step, from 1
+    const Tile* tiles;             // (count)
+    const Tile* applied;           // (count) with a rule that reads matrices, the tiles of the second kernel
+    int64_t first = 0, count = 0;  // the number of the first tile in the launch's list; how many they are
+    StepConstants constants = {};
+    const int64_t* clock = nullptr;  // of a step that a CUDA graph captures: number of the step, on the device
+    Replayed* replayed = nullptr;    // of such a step: where its kernels read their arguments; else null
+};
+
+// Returns the number of the step for the tensors of the first group.
+inline int64_t own_number(const LaunchStep* step) {
+    return step->number - step->constants.lag[0];
+}
+
+// optim_passes runs the passes before a step of a rule that reads rows and of --limit-growth, if there are any; the
+// groups of its constants are those of the plan. Then optim_launch updates the tiles.
+void optim_passes(const Optim* optim, int launch, const LaunchStep* step);
+void optim_launch(const Optim* optim, int launch, const LaunchStep* step);
+
+// End a step, after all launches: of all tensors, or of one.
+void optim_commit_scales(const Optim* optim, const float* grad_scale);
+void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
+
+// Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients, and *applied with a
+// rule that reads matrices.
+Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile* applied);
+
+// Returns array i of the slot in which a tensor lies; null if there is none.
+void* optim_array(const Optim* optim, int tensor, Slot slot, int i);
+
+// Call this when others have written the states of an optimizer that took steps.
+void optim_loaded(Optim* optim);
+
+// Captures a kernel that writes the arguments to step->replayed in each replay (placed.cu), with the constants of the
+// clock's step. Returns the address from which the next kernel reads them.
+const StepArguments* placed_replay(const Device* dev, const LaunchStep* step, const StepArguments* arguments);

@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <string.h>
 #include "../data/errors.h"
-#include "../data/removed.h"
 #include "../data/text.h"
 
 template <class Row>
@@ -49,8 +48,6 @@ inline int name_distance(const char* typed, const char* name) {
 // false. Rows without a note may be suggested but are not listed.
 template <class Row>
 bool name_unknown(const Table<Row>& table, const char* option, const char* name, char* error) {
-    const char* removed = removed_format(name);
-    if (removed) return data_error(error, "%s %s was removed: %s", option, name, removed);
     const char* nearest = table.row[0].name;
     char known[1024] = "";
     for (int i = 0; i < table.count; i++) {

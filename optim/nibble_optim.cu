@@ -207,7 +207,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim->context = context;
     *before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     for (int i = 0; i < plan->launches; i++) {
         const RuleRow* rule = plan->launch[i].rows.rule;
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
@@ -254,7 +254,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
 
 // Returns true if the optimizer keeps codes or a master of a parameter.
 static bool keeps_weights(const NibbleOptim* optim, int tensor) {
-    const FormatRow* row = plan_array_ref(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
+    const FormatRow* row = plan_array_ref(optim->optim->plan, tensor, SLOT_WEIGHTS).format;
     return !serves_directly(row, optim->compute) || row->stream[1].bits > 0 || row->stream[2].bits > 0;
 }
 
@@ -342,19 +342,18 @@ NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int inde
     }
     if (tensor < 0 || tensor >= optim->count || is_elsewhere(optim, tensor)) return 0;
     const OptimTensor* local = &optim->local[tensor];
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     for (int slot = 0; slot < SLOTS; slot++) {
         const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
-            const OptimStream stream = array_ref_stream(optim->optim, &place, info);
-            if (!stream.data || index-- != 0) continue;
-            const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
+            const OptimTensor* kept = place.kept;  // has another shape with projected gradients
+            char* array = (char*)optim_array(optim->optim, tensor, (Slot)slot, i);
+            if (!array || index-- != 0) continue;
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
-            const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
-                          bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
-            *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
-            stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
+            const ArrayBytes own = array_bytes(&place, i);
+            *state = {"", info.dtype, array + own.begin, own.bytes, run && same ? info.run : 0, info.bits};
+            stream_name(plan, 0, (Slot)slot, info, state->name, sizeof(state->name));
             return 1;
         }
     }
@@ -464,7 +463,7 @@ NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) 
     if (tensor < 0 || tensor >= optim->count) return {optim->end, -1, -1};
     const NibbleTensor* given = &optim->tensor[tensor];
     const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
-    const Plan* plan = optim_parts(optim->optim).plan;
+    const Plan* plan = optim->optim->plan;
     const int launch = plan->launch_of[tensor];
     const bool whole = config_reads_whole(&plan->launch[launch].config);
     return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};

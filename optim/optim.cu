@@ -9,25 +9,35 @@
 
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
-// Returns the format of the copy that a step writes beside the weights: bf16 or none. optim_decode writes an fp32 copy,
-// which only --matmul fp32 needs.
+// Returns the format of the copy that a step writes beside the weights.
 static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
-    const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
-    return copies ? compute_row(OPTIM_BF16) : none_row();
+    return config->keeps_copy && !serves_directly(weights, compute) ? compute_row(compute) : none_row();
+}
+
+// Allocates memory that optim_free frees.
+static void* allocate(Optim* optim, int64_t bytes, bool on_host) {
+    const Device* dev = optim->dev;
+    assert(optim->memories < (int)(sizeof(optim->memory) / sizeof(optim->memory[0])));
+    void* memory = on_host ? host_alloc(dev, bytes, "the optimizer's states") : device_alloc(dev, bytes);
+    optim->memory[optim->memories++] = {memory, on_host};
+    return memory;
 }
 
 // Allocates zeroed device memory and adds its size to *total.
-static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
+static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     *total += aligned_bytes(bytes);
     if (optim->counts) return nullptr;
-    void* memory = device_alloc(optim->dev, bytes);
+    void* memory = allocate(optim, bytes, false);
     device_zero(optim->dev, memory, bytes);
     return memory;
 }
 
-// Copies host memory to device memory.
-static void upload(const Optim* optim, void* to, const void* from, int64_t bytes) {
-    if (!optim->counts) copy_to_device(optim->dev, to, from, bytes);
+// Allocates device memory for a table: zeros, or a copy of host memory.
+template <class T>
+static T* table_memory(Optim* optim, int64_t bytes, const T* from = nullptr) {
+    T* table = (T*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    if (from && !optim->counts) copy_to_device(optim->dev, table, from, bytes);
+    return table;
 }
 
 // Returns true if an array of states is in host memory: with `offload`, all but the numbers of whole tensors are.
@@ -38,11 +48,9 @@ static bool on_host(bool offload, const StreamInfo& stream) {
 // Allocates and fills the constants that a format looks up; returns null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
-    void* table = allocate_zero(optim, format->table_bytes, &optim->allocated.tables);
-    if (optim->counts) return nullptr;
-    void* host = memory_take((size_t)format->table_bytes);
-    format->fill(host);
-    copy_to_device(optim->dev, table, host, format->table_bytes);
+    char* host = (char*)memory_take((size_t)format->table_bytes);
+    if (!optim->counts) format->fill(host);
+    void* table = table_memory(optim, format->table_bytes, host);
     free(host);
     return table;
 }
@@ -52,12 +60,9 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
-    streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
-    streams->new_scales = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
-    if (optim->counts) return;
+    streams->new_scales = table_memory<float>(optim, next_bytes(run, span));
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
-    for (int t = 0; t < optim->count; t++) {
+    for (int t = 0; t < optim->count && !optim->counts; t++) {
         const OptimTensor* tensor = &optim->plan->kept[t][SLOT_WEIGHTS];
         if (!is_in_run(optim->plan, t, run)) continue;
         const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
@@ -65,7 +70,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
     }
-    copy_to_device(optim->dev, device, host, bytes);
+    streams->span = table_memory(optim, bytes, host);
     free(host);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->scales, streams->new_scales, run->numbers[span], run, span};
@@ -82,7 +87,7 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
         device_zero(optim->dev, memory, bytes);
         return memory;
     }
-    void* memory = host_alloc(optim->dev, bytes, "the optimizer's states");
+    void* memory = allocate(optim, bytes, true);
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < bytes; at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
@@ -91,7 +96,7 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
 }
 
 // Allocates the arrays of weights or states for a run of the arena, from array `first` on; with first 1, `codes` is
-// array 0. Each address is stored at once, so that optim_free frees the array if a later allocation fails.
+// array 0.
 static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                              bool states, Streams* streams) {
     OptimBytes* all = &optim->allocated;
@@ -110,8 +115,6 @@ static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow*
 static void list_streams(Optim* optim, Slot slot, int index, const FormatRow* format, const Streams* streams,
                          const ArenaRun* run) {
     const bool is_weights = slot == SLOT_WEIGHTS;
-    char array[ARRAY_NAME_BYTES];
-    plan_array(optim->plan, index, slot, array);
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
         void* data = stream_data(streams, i);
@@ -119,21 +122,10 @@ static void list_streams(Optim* optim, Slot slot, int index, const FormatRow* fo
         if (i == 0 && is_weights && !data && optim->config.placed) continue;  // the caller has these weights
         const int number = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[number];
-        stream_name(array, info, name, sizeof(optim->stream_name[number]));
+        stream_name(optim->plan, index, slot, info, name, sizeof(optim->stream_name[number]));
         const int64_t elements = run_bytes(run, info) / element_bytes;
         optim->stream[number] = {name, info.dtype, data, elements, element_bytes, i == 0 && is_weights, slot, index, i};
     }
-}
-
-static void free_streams(const Optim* optim, const FormatRow* format, Streams* streams, bool states) {
-    const Device* dev = optim->dev;
-    device_free(dev, (void*)streams->table);
-    for (int i = 0; i < 3; i++) {
-        const bool host = states && on_host(optim->config.offload, format->stream[i]);
-        if (host) host_free(dev, stream_data(streams, i));
-        if (!host && !optim->config.allocate) device_free(dev, stream_data(streams, i));
-    }
-    device_free(dev, streams->new_scales), device_free(dev, (void*)streams->span);
 }
 
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients. With a rule that
@@ -141,7 +133,7 @@ static void free_streams(const Optim* optim, const FormatRow* format, Streams* s
 Tile optim_tile(const Optim* optim, int t, int64_t i, int64_t number, Tile* applied) {
     const Plan* plan = optim->plan;
     const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
-    const Weights* weights = launch->weights;
+    const StoredWeights* weights = launch->weights;
     const bool copies = weights->copy != none_row();
     const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset / TILE_ELEMENTS + i,
                   kept = at - weights->run->begin / TILE_ELEMENTS;
@@ -166,7 +158,7 @@ static void tiles_create(Optim* optim) {
         count += plan->launch[l].tiles * (plan->launch[l].rows.rule->matrix ? 2 : 1);
     }
     const int64_t bytes = count * (int64_t)sizeof(Tile), counters = LAUNCHES * (int64_t)sizeof(uint32_t);
-    optim->tiles = (Tile*)allocate_zero(optim, bytes + counters, &optim->allocated.tables);
+    optim->tiles = table_memory<Tile>(optim, bytes + counters);
     if (optim->counts) return;
     Tile *tiles = (Tile*)memory_take((size_t)bytes + 1), *next = tiles;
     for (int l = 0; l < plan->launches; l++) {
@@ -219,14 +211,14 @@ static void kernel_make(Optim* optim, const OptimConfig* config, const Rows* row
     char expression[2100];
     kernel_expression(name, config, rows, optim->compute, expression, sizeof(expression));
     *kernel = {{}, threads, shared_bytes};
-    optim->request[optim->requests++] = {text_copy(expression), kernel, {}, nullptr, 0};
+    optim->request[optim->requests++] = {text_copy(expression), kernel, {}, 0, nullptr};
 }
 
-// Makes a kernel of the step for up to `tiles` tiles: at most one thread block for each multiprocessor, with the
-// threads and shared memory of step_shape.
-static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* kernel, const Rows* rows,
-                          int64_t tiles) {
+// Makes a kernel of a launch's step: at most one thread block for each multiprocessor, with the threads and shared
+// memory of step_shape.
+static void kernel_create(Optim* optim, const LaunchPlan* plan, StepKernel* kernel, const Rows* rows) {
     const Device* dev = optim->dev;
+    const OptimConfig* config = &plan->config;
     kernel->rows = *rows;
     kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
     const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
@@ -234,27 +226,31 @@ static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* k
     kernel->arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0], m->stream[0],
                        m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2], slow->stream[0],
                        slow->stream[1], slow->stream[2], copy->stream[0]}};
-    if (!dev->gpu || tiles == 0) return;
+    if (!dev->gpu || plan->tiles == 0 || optim->counts) return;
     StepShape shape = step_shape(kernel->arrays, m->table_bytes + v->table_bytes, rows->rule->rows);
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
             m->name, v->name, shape.stage_bytes / 1024);
     }
-    int64_t blocks = ceil_div(tiles, shape.groups);
+    int64_t blocks = ceil_div(plan->tiles, shape.groups);
     kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
     kernel_make(optim, config, rows, "optim_step_kernel", shape.block_threads, step_shared_bytes(shape, dev->compute),
                 &kernel->step);
     kernel->measure.shared_bytes = shape.table_bytes;
-    if (!kernel->measures) return;
-    kernel_make(optim, config, rows, "optim_measure_kernel", shape.threads, shape.table_bytes, &kernel->measure);
+    if (kernel->measures) {
+        kernel_make(optim, config, rows, "optim_measure_kernel", shape.threads, shape.table_bytes, &kernel->measure);
+    } else if (config->replays && !is_low_rank(rule_of(config))) {
+        kernel_make(optim, config, rows, "optim_replayed_kernel", kernel->step.threads, kernel->step.shared_bytes,
+                    &kernel->replayed);
+    }
 }
 
 // Allocates and lists the arrays of weights number `index` of the plan.
 static void weights_create(Optim* optim, int index) {
     const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
-    Weights* weights = &optim->weights[index];
+    StoredWeights* weights = &optim->weights[index];
     weights->row = plan->weights[index].format;
     weights->run = run;
     const FormatRow* format = weights->row;
@@ -277,9 +273,8 @@ static void rows_create(Optim* optim, int index) {
     work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
     if (work->plan.passes == 0) return;
     const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
-    work->tensor = (SumTensor*)allocate_zero(optim, bytes, &optim->allocated.tables);
-    upload(optim, work->tensor, work->plan.tensor, bytes);
-    work->parts = (float*)allocate_zero(optim, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
+    work->tensor = table_memory(optim, bytes, work->plan.tensor);
+    work->parts = table_memory<float>(optim, work->plan.parts * (int64_t)sizeof(float));
     if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
     const OptimConfig* config = &launch->plan->config;
     const int shared_bytes = launch->kernel.measure.shared_bytes;
@@ -290,63 +285,29 @@ static void rows_create(Optim* optim, int index) {
     if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
 }
 
-static void rows_free(const Device* dev, RowWork* work) {
-    device_free(dev, work->tensor), device_free(dev, work->parts);
-    row_plan_free(&work->plan);
-}
-
-// Returns the number of tiles for which a launch's kernels are made; 0 if none is to be made.
-static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
-    return optim->counts ? 0 : plan->tiles;
-}
-
 // Makes the buffers and the second kernel of a rule that reads matrices.
 static void matrix_create(Optim* optim, int index) {
     StepLaunch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
     MatrixWork* work = &launch->matrix;
-    int64_t* total = &optim->allocated.tables;
     work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
     Rows rows = apply_rows(&launch->rows);
     if (low_rank_in_bf16(dev, &launch->plan->config, &work->plan)) rows.grads = launch->rows.grads;
-    kernel_create(optim, &launch->plan->config, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
+    kernel_create(optim, launch->plan, &launch->apply, &rows);
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
-    work->matrix = (Matrix*)allocate_zero(optim, bytes, total);
-    upload(optim, work->matrix, work->plan.matrix, bytes);
-    work->scratch = (float*)allocate_zero(optim, work->plan.scratch, total);
-    work->work = allocate_zero(optim, work->plan.work, total);
-    work->sums = (float*)allocate_zero(optim, work->plan.sums, total);
-    work->unit = (float*)allocate_zero(optim, sizeof(float), total);
-    work->low = (float*)allocate_zero(optim, work->plan.low, total);
-    work->direction = (float*)allocate_zero(optim, work->plan.low, total);
-    work->low_tiles = (Tile*)allocate_zero(optim, work->plan.low_tiles, total);
+    work->matrix = table_memory(optim, bytes, work->plan.matrix);
+    work->scratch = table_memory<float>(optim, work->plan.scratch);
+    work->work = table_memory<char>(optim, work->plan.work);
+    work->sums = table_memory<float>(optim, work->plan.sums);
+    work->unit = table_memory<float>(optim, sizeof(float));
+    work->low = table_memory<float>(optim, work->plan.low);
+    work->direction = table_memory<float>(optim, work->plan.low);
+    work->low_tiles = table_memory<Tile>(optim, work->plan.low_tiles);
     if (work->plan.low_tiles == 0 || optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
     matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
     free(tiles);
-}
-
-static void matrix_free(const Device* dev, MatrixWork* work) {
-    device_free(dev, work->matrix), device_free(dev, work->scratch), device_free(dev, work->work);
-    device_free(dev, work->sums), device_free(dev, work->unit), device_free(dev, work->low);
-    device_free(dev, work->direction), device_free(dev, work->low_tiles);
-    matrix_plan_free(&work->plan);
-}
-
-// Makes the kernels for steps in CUDA graphs, if the launch's steps can be captured.
-static void replayed_create(Optim* optim, int index) {
-    StepLaunch* launch = &optim->launch[index];
-    const Device* dev = optim->dev;
-    const RuleRow* rule = launch->rows.rule;
-    const bool measures = launch->kernel.measures || launch->apply.measures;
-    if (!optim->config.replays || !dev->gpu || kernel_tiles(optim, launch->plan) == 0) return;
-    if (measures || is_low_rank(rule)) return;
-    for (StepKernel* kernel : {&launch->kernel, &launch->apply}) {
-        if (kernel == &launch->apply && !rule->matrix) continue;
-        kernel_make(optim, &launch->plan->config, &kernel->rows, "optim_replayed_kernel", kernel->step.threads,
-                    kernel->step.shared_bytes, &kernel->replayed);
-    }
 }
 
 // Allocates and lists the states of launch `index`, and makes its kernels.
@@ -365,10 +326,9 @@ static void launch_create(Optim* optim, int index) {
         if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = *kept;
     }
     const Rows first = first_rows(&planned->config);
-    kernel_create(optim, &planned->config, &launch->kernel, &first, kernel_tiles(optim, planned));
+    kernel_create(optim, planned, &launch->kernel, &first);
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
-    replayed_create(optim, index);
 }
 
 static void requests_free(Optim* optim) {
@@ -402,7 +362,7 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     bool scaled = false;
     for (int i = 0; i < plan->launches; i++) scaled = scaled || config_scaled(&plan->launch[i].config);
     const int64_t factors = plan->elements / TILE_ELEMENTS * (int64_t)sizeof(float);
-    if (scaled) optim->factors = (float*)allocate_zero(optim, factors, &optim->allocated.tables);
+    if (scaled) optim->factors = table_memory<float>(optim, factors);
     tiles_create(optim);
     jit_kernels(optim->dev->compute, optim->request, optim->requests);
     requests_free(optim);
@@ -430,53 +390,26 @@ OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const Optim
     optim->counts = true;
     optim_make(optim, tensors, count, compute);
     const OptimBytes bytes = optim->allocated;
-    const Device host = {};
-    optim->dev = &host;  // nothing was allocated on the device, which need not exist (--fit)
     optim_free(optim);
     return bytes;
 }
 
-// An optimizer that was not made completely has no plan yet, or lacks some of the plan's weights and launches.
+// An optimizer that was not made completely may have no plan yet.
 void optim_free(Optim* optim) {
     if (!optim) return;
-    const int weights = optim->plan ? optim->plan->weights_count : 0,
-              launches = optim->plan ? optim->plan->launches : 0;
-    for (int i = 0; i < weights; i++) {
-        if (!optim->weights[i].row) continue;
-        if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
-        free_streams(optim, optim->weights[i].row, &optim->weights[i].streams, false);
+    for (int i = 0; i < optim->memories; i++) {
+        (optim->memory[i].on_host ? host_free : device_free)(optim->dev, optim->memory[i].at);
     }
-    device_free(optim->dev, optim->seen);
-    for (int i = 0; i < launches; i++) {
-        StepLaunch* launch = &optim->launch[i];
-        for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
-            const FormatRow* format = slot_format(launch->plan, (Slot)slot);
-            free_streams(optim, format, &launch->kept[slot], true);
-        }
-        rows_free(optim->dev, &launch->passes);
-        matrix_free(optim->dev, &launch->matrix);
+    for (int i = 0; i < (optim->plan ? optim->plan->launches : 0); i++) {
+        row_plan_free(&optim->launch[i].passes.plan), matrix_plan_free(&optim->launch[i].matrix.plan);
     }
-    device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     requests_free(optim);
     free(optim->tensors), free(optim->grads), free(optim);
 }
 
-OptimParts optim_parts(const Optim* optim) {
-    return {optim->dev, &optim->config, optim->plan, optim->tensors, optim->count};
-}
-
-const Streams* optim_kept(const Optim* optim, int launch) {
-    return &optim->launch[launch].kept[SLOT_M];
-}
-
-void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT], int64_t first) {
-    for (int k = 0; k < OPTIM_KEPT; k++) optim->launch[index].at[k] = at[k];
-    optim->launch[index].states = (uint32_t)first;
-}
-
-static const Weights* weights_of(const Optim* optim, int tensor) {
+static const StoredWeights* weights_of(const Optim* optim, int tensor) {
     const Plan* plan = optim->plan;
     return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
 }
@@ -495,7 +428,7 @@ void* optim_weights(const Optim* optim) {
 }
 
 // Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
-static void decode_tiles(const Optim* optim, const Weights* weights, int64_t first, int64_t tiles, void* to) {
+static void decode_tiles(const Optim* optim, const StoredWeights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
     const Streams from = row_tile(format, weights->streams, first), decoded = {to, nullptr};
     if (tiles == 0) return;
@@ -515,7 +448,7 @@ static void decode_tiles(const Optim* optim, const Weights* weights, int64_t fir
 
 void optim_decode(Optim* optim) {
     for (int i = 0; i < optim->plan->weights_count && optim->seen; i++) {
-        const Weights* weights = &optim->weights[i];
+        const StoredWeights* weights = &optim->weights[i];
         const int64_t first = weights->run->begin / TILE_ELEMENTS, end = weights->run->end / TILE_ELEMENTS;
         void* to = array_at(compute_row(optim->compute)->stream[0], optim->seen, first);
         if (!weights->are_seen) decode_tiles(optim, weights, 0, end - first, to);
@@ -523,13 +456,13 @@ void optim_decode(Optim* optim) {
 }
 
 const void* optim_stored_weights(const Optim* optim, int tensor) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     const int64_t first = weights_tile(optim, tensor);
     return weights->are_seen ? row_tile(weights->row, weights->streams, first).codes : nullptr;
 }
 
 OptimCodes optim_codes(const Optim* optim, int tensor) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     if (!format_is_operand(weights->row) || is_elsewhere(optim->plan, tensor)) return {};
     const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
     return {(const uint8_t*)row_tile(weights->row, weights->streams, weights_tile(optim, tensor)).codes,
@@ -537,7 +470,7 @@ OptimCodes optim_codes(const Optim* optim, int tensor) {
 }
 
 void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
-    const Weights* weights = weights_of(optim, tensor);
+    const StoredWeights* weights = weights_of(optim, tensor);
     const int64_t tiles = tensor_padded(&optim->tensors[tensor]) / TILE_ELEMENTS;
     decode_tiles(optim, weights, weights_tile(optim, tensor), tiles, to);
 }
@@ -552,9 +485,7 @@ OptimStream optim_stream(const Optim* optim, int index) {
     return optim->stream[index];
 }
 
-OptimStream optim_stream_named(const Optim* optim, const char* name) {
-    for (int i = 0; i < optim->stream_count; i++) {
-        if (strcmp(optim->stream[i].name, name) == 0) return optim->stream[i];
-    }
-    return {};
+void* optim_array(const Optim* optim, int tensor, Slot slot, int i) {
+    const StepLaunch* launch = &optim->launch[optim->plan->launch_of[tensor]];
+    return stream_data(slot == SLOT_WEIGHTS ? &launch->weights->streams : &launch->kept[slot], i);
 }

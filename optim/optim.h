@@ -172,11 +172,6 @@ void optim_free(Optim* optim);
 // takes the part that lies in it. Call optim_decode after the last tensor.
 void optim_set_weights(Optim* optim, int tensor, const float* values);
 
-// Does the same for elements `start`, a multiple of TILE_ELEMENTS, to start + n - 1 of a tensor, from values in device
-// memory, on dev->stream. The call for the tensor's last elements also sets the padding behind them. Returns false, and
-// sets nothing, for formats with scales of whole tensors.
-bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const float* values);
-
 // Reads the weights of one tensor into host values (rows x cols), as the model sees them: of bf16+fp32 the bf16. They
 // are not rounded to the compute type. A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
@@ -217,14 +212,10 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
 
 // Takes the step for some tensors only, so that a backward pass can update the tensors whose gradients are complete.
-// `tensor` has `count` tensors; the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole
-// tile; or `grads` is null, see optim_step. A shard steps the part that lies in it. Once each tensor has been stepped,
-// all bits are those of optim_step. optim_releases must allow it.
-void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
-                        float lr, int64_t step);
-
-// Ends a step that optim_step_tensors has taken: refreshes a compute copy that the step's kernels do not write.
-void optim_step_end(Optim* optim);
+// `tensor` has `count` tensors, whose gradients optim_tensor_grads has set, with zeros behind them up to a whole tile.
+// A shard steps the part that lies in it. Once each tensor has been stepped, all bits are those of optim_step.
+// optim_releases must allow it.
+void optim_step_tensors(Optim* optim, const int* tensor, int count, const float* grad_scale, float lr, int64_t step);
 
 // Returns true if a resolved configuration allows optim_step_tensors; otherwise false with a sentence: for rules that
 // project gradients, and in the library for all rules that read matrices.
@@ -233,9 +224,6 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
 // Return the number of stored streams, and stream `index`, in a fixed order.
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
-
-// Returns the stream of this name; its data and name are null if there is none.
-OptimStream optim_stream_named(const Optim* optim, const char* name);
 
 // An optimizer in a checkpoint, in any formats, and the functions that read it.
 struct OptimStored {
@@ -257,7 +245,7 @@ struct OptimStored {
 // are restored to the bit, for any launches. Other formats are decoded (from the master, if the weights have one) and
 // encoded to nearest, a piece at a time, and `notice` reports it. Moments that the checkpoint's rule did not keep
 // become zero; but a rule that needs a v is refused if the checkpoint has none. Returns false with a sentence if v or
-// an array is missing, or if one of the user's own formats has changed; the optimizer must then not be used.
+// an array is missing; the optimizer must then not be used.
 bool optim_load(Optim* optim, const OptimStored* stored, char* error);
 
 // The functions below write and read the optimizer in a checkpoint, whose files are unsharded. `shard` says what each

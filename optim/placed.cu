@@ -2,7 +2,6 @@
 #include "placed.h"
 
 #include "each.cuh"
-#include "rows.h"
 
 // One tile of the table: the tensor and the elements that it covers.
 struct PlacedTile {
@@ -47,7 +46,6 @@ struct PlacedView {
 
 struct PlacedTables {
     Optim* optim;
-    OptimParts parts;
     PlacedState* tensor;       // (count)
     PlacedPointers* pointers;  // (count) of the last step
     PlacedRun* run;            // a launch's runs but the last have STEP_GROUPS tensors or more
@@ -133,7 +131,7 @@ static const Device host_memory = {};
 
 // Makes room for the lists of all tiles.
 static void lists_take(const PlacedTables* tables, const Device* dev, PlacedView* view) {
-    const Plan* plan = tables->parts.plan;
+    const Plan* plan = tables->optim->plan;
     const int64_t most = plan->elements / TILE_ELEMENTS;
     view->tile = (PlacedTile*)device_alloc(dev, most * (int64_t)sizeof(PlacedTile));
     view->step = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
@@ -151,29 +149,29 @@ static void view_free(const Device* dev, PlacedView* view) {
 
 void placed_create(PlacedTables** made, Optim* optim, OptimType compute, const PlacedTensor* tensors) {
     PlacedTables* tables = *made = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
-    const OptimParts parts = tables->parts = optim_parts(optim);
-    const size_t count = (size_t)parts.count;
+    const Device* dev = optim->dev;
+    const size_t count = (size_t)optim->count;
     const float scalars[2] = {1.0f, 1.0f};
     tables->optim = optim;
     tables->tensor = (PlacedState*)memory_zero(count, sizeof(PlacedState));
     for (size_t t = 0; t < count; t++) tables->tensor[t].placed = tensors[t];
     tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
     tables->run = (PlacedRun*)memory_zero(LAUNCHES + count / STEP_GROUPS, sizeof(PlacedRun));
-    tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
-    device_zero(parts.dev, tables->clock, sizeof(int64_t));
-    tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
+    tables->clock = (int64_t*)device_alloc(dev, sizeof(int64_t));
+    device_zero(dev, tables->clock, sizeof(int64_t));
+    tables->scalars = (float*)device_alloc(dev, sizeof(scalars));
     // This waits for the stream and so for the work that optim_create has queued, since steps may use another stream.
-    copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
-    if (parts.config->replays) tables->replayed = (Replayed*)device_alloc(parts.dev, sizeof(Replayed));
+    copy_to_device(dev, tables->scalars, scalars, sizeof(scalars));
+    if (optim->config.replays) tables->replayed = (Replayed*)device_alloc(dev, sizeof(Replayed));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
-    tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
-    tables->view.pointers = (PlacedPointers*)device_alloc(parts.dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
+    tables->view.grad_bytes = config_rows(&optim->config).grads->stream[0].bits / 8;
+    tables->view.pointers = (PlacedPointers*)device_alloc(dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
     lists_take(tables, &host_memory, &tables->host);
 }
 
 void placed_free(PlacedTables* tables) {
     if (!tables) return;
-    const Device* dev = tables->parts.dev;
+    const Device* dev = tables->optim->dev;
     view_free(&host_memory, &tables->host), view_free(dev, &tables->view);
     device_free(dev, tables->scalars), device_free(dev, tables->clock), device_free(dev, tables->replayed);
     device_free(dev, tables->view.pointers);
@@ -184,18 +182,18 @@ void placed_free(PlacedTables* tables) {
 
 // Refuses a step in which only some tensors of a launch have gradients.
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
-    const OptimParts* parts = &tables->parts;
+    const Optim* optim = tables->optim;
     const char *with = nullptr, *without = nullptr;
-    for (int t = 0; t < parts->count; t++) {
-        if (parts->plan->launch_of[t] != launch || tables->tensor[t].placed.count == 0) continue;
-        (tables->tensor[t].group < 0 ? without : with) = parts->tensors[t].name;
+    for (int t = 0; t < optim->count; t++) {
+        if (optim->plan->launch_of[t] != launch || tables->tensor[t].placed.count == 0) continue;
+        (tables->tensor[t].group < 0 ? without : with) = optim->tensors[t].name;
     }
     if (!with || !without) return;
     user_error(
         "%s has a gradient and %s has none, and a step of %s with m %s and v %s%s takes all tensors or none; give "
         "both a gradient, or override the formats of one",
         with, without, rows->rule->name, rows->m->name, rows->v->name,
-        parts->config->limit_growth > 0.0f ? " and limit_growth" : "");
+        optim->config.limit_growth > 0.0f ? " and limit_growth" : "");
 }
 
 // Returns the number of a tensor's constants among those of a run, which are added if need be; -1 if the run has no
@@ -215,7 +213,7 @@ static void build_tensor(PlacedTables* tables, int t, int group, const PlacedRun
     const PlacedState* state = &tables->tensor[t];
     const PlacedTensor* placed = &state->placed;
     const PlacedView* host = &tables->host;
-    const int64_t tiles = tensor_padded(&tables->parts.tensors[t]) / TILE_ELEMENTS;
+    const int64_t tiles = tensor_padded(&tables->optim->tensors[t]) / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from, at = tables->tiles++;
         PlacedTile tile = {from, (uint32_t)t, -1, -1, 0, 0, run->matrix};
@@ -236,7 +234,7 @@ static void build_tensor(PlacedTables* tables, int t, int group, const PlacedRun
 
 // Adds a run of a launch, which has at most STEP_GROUPS different constants.
 static PlacedRun* build_run(PlacedTables* tables, int launch) {
-    const OptimConfig* config = &tables->parts.plan->launch[launch].config;
+    const OptimConfig* config = &tables->optim->plan->launch[launch].config;
     const bool matrix = rule_of(config)->matrix != MATRIX_NONE;
     PlacedRun* run = &tables->run[tables->runs++];
     const bool by_rms = config->scale_by_rms && rule_of(config)->rows == ROWS_ADAFACTOR;
@@ -246,15 +244,15 @@ static PlacedRun* build_run(PlacedTables* tables, int launch) {
 
 // Adds the tiles of a launch, in runs.
 static void build_launch(PlacedTables* tables, int launch) {
-    const OptimParts* parts = &tables->parts;
-    const LaunchPlan* plan = &parts->plan->launch[launch];
+    const Optim* optim = tables->optim;
+    const LaunchPlan* plan = &optim->plan->launch[launch];
     if (config_reads_whole(&plan->config)) require_all(tables, launch, &plan->rows);
     const int64_t first = tables->tiles;
     PlacedRun* run = nullptr;
-    for (int t = 0; t < parts->count; t++) {
+    for (int t = 0; t < optim->count; t++) {
         const PlacedState* state = &tables->tensor[t];
-        if (state->group < 0 || parts->plan->launch_of[t] != launch || state->placed.count == 0) continue;
-        int number = run ? run_group(run, state->group, parts->plan->group_of[t]) : -1;
+        if (state->group < 0 || optim->plan->launch_of[t] != launch || state->placed.count == 0) continue;
+        int number = run ? run_group(run, state->group, optim->plan->group_of[t]) : -1;
         if (number < 0 && run && run->matrix) {
             user_error(
                 "%s takes all its matrices together, and they were given more than %d learning rates and decays; give "
@@ -262,7 +260,7 @@ static void build_launch(PlacedTables* tables, int launch) {
                 plan->rows.rule->name, STEP_GROUPS);
         }
         if (number < 0) run = build_run(tables, launch);
-        if (number < 0) number = run_group(run, state->group, parts->plan->group_of[t]);
+        if (number < 0) number = run_group(run, state->group, optim->plan->group_of[t]);
         build_tensor(tables, t, number, run, tables->tiles - first);
         run->tiles = tables->tiles - run->first;
     }
@@ -270,12 +268,12 @@ static void build_launch(PlacedTables* tables, int launch) {
 
 // Builds the tables from the state of each tensor, and uploads them. A refusal leaves them to the next step.
 static void tables_build(PlacedTables* tables) {
-    const Device* dev = tables->parts.dev;
+    const Device* dev = tables->optim->dev;
     const PlacedView* host = &tables->host;
     PlacedView* view = &tables->view;
     tables->built = false;
     tables->runs = 0, tables->tiles = tables->staged = 0, tables->weights_slots = tables->grads_slots = 0;
-    for (int launch = 0; launch < tables->parts.plan->launches; launch++) build_launch(tables, launch);
+    for (int launch = 0; launch < tables->optim->plan->launches; launch++) build_launch(tables, launch);
     if (!tables->kept) view_free(dev, view);
     lists_take(tables, dev, view);
     copy_to_device(dev, view->tile, host->tile, tables->tiles * (int64_t)sizeof(PlacedTile));
@@ -302,7 +300,7 @@ static void tables_build(PlacedTables* tables) {
 // have changed, which is refused during a capture.
 static void tables_update(PlacedTables* tables, const NibbleStep* step, bool capturing) {
     bool same = tables->built, moved = tables->moved || tables->captured;
-    for (int t = 0; t < tables->parts.count; t++) {
+    for (int t = 0; t < tables->optim->count; t++) {
         PlacedState* state = &tables->tensor[t];
         const int64_t shift = -state->placed.head;
         const void* grads = state->placed.count > 0 ? step->grads[t] : nullptr;
@@ -340,33 +338,28 @@ __global__ void placed_pointers_kernel(const __grid_constant__ PointersPart part
     if ((int)threadIdx.x < part.count) to[part.first + threadIdx.x] = part.pointers[threadIdx.x];
 }
 
-// Captures the addresses as arguments of kernels, since the host's array changes later.
-static void pointers_capture(const PlacedTables* tables) {
-    const int count = tables->parts.count;
+// Copies the addresses as arguments of kernels, which a CUDA graph captures; the host's array changes later.
+static void pointers_copy(const PlacedTables* tables) {
+    const int count = tables->optim->count;
     for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
         PointersPart part = {};
         part.first = first, part.count = count - first < POINTERS_AT_ONCE ? count - first : POINTERS_AT_ONCE;
         memcpy(part.pointers, tables->pointers + first, (size_t)part.count * sizeof(PlacedPointers));
-        placed_pointers_kernel<<<1, POINTERS_AT_ONCE, 0, tables->parts.dev->stream>>>(part, tables->view.pointers);
+        placed_pointers_kernel<<<1, POINTERS_AT_ONCE, 0, tables->optim->dev->stream>>>(part, tables->view.pointers);
         check_launch();
     }
 }
 #endif
 
 // Computes where the tiles lie from the tensors' addresses.
-static void tables_places(PlacedTables* tables, bool capturing) {
-    const Device* dev = tables->parts.dev;
-    const PlacedView view = tables->view;
-    const int64_t bytes = tables->parts.count * (int64_t)sizeof(PlacedPointers);
-    if (!dev->gpu) memcpy(view.pointers, tables->pointers, (size_t)bytes);
+static void tables_places(const PlacedTables* tables) {
+    const Device* dev = tables->optim->dev;
+    if (!dev->gpu)
+        memcpy(tables->view.pointers, tables->pointers, (size_t)tables->optim->count * sizeof(PlacedPointers));
 #ifdef __CUDACC__
-    if (capturing) {
-        pointers_capture(tables);
-    } else if (dev->gpu) {  // pageable memory: when the call returns, the host's array may change
-        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
-    }
+    if (dev->gpu) pointers_copy(tables);
 #endif
-    for_each(dev, PlaceTiles{view}, tables->tiles);
+    for_each(dev, PlaceTiles{tables->view}, tables->tiles);
 }
 
 // Returns a launch's configuration with a group's betas and eps.
@@ -402,12 +395,14 @@ bool is_capturing(const Device* dev) {
 
 // Refuses a capture if some launch cannot be captured.
 static void require_replays(const PlacedTables* tables) {
-    if (!tables->parts.config->replays) {
+    if (!tables->optim->config.replays) {
         user_error("a step is captured in a CUDA graph, and the optimizer was made without capturable=1");
     }
     for (int i = 0; i < tables->runs; i++) {
-        const OptimConfig* config = &tables->parts.plan->launch[tables->run[i].launch].config;
-        if (optim_replays(tables->optim, tables->run[i].launch)) continue;
+        const StepLaunch* launch = &tables->optim->launch[tables->run[i].launch];
+        const OptimConfig* config = &launch->plan->config;
+        const bool second = launch->rows.rule->matrix;
+        if (launch->kernel.replayed.jit.function && (!second || launch->apply.replayed.jit.function)) continue;
         if (is_low_rank(rule_of(config))) {
             user_error(
                 "%s projects gradients, and the host decides when it takes new directions, which a CUDA graph cannot "
@@ -424,42 +419,44 @@ static void require_replays(const PlacedTables* tables) {
 #ifdef __CUDACC__
 struct ReplayArguments {
     StepArguments step;
-    Replay from;
+    StepConstants constants;
+    const int64_t* clock;
+    Replayed* to;
 };
 static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
 
 // Writes the arguments of a captured kernel, with the constants of the clock's step. grid: 1, block: STEP_GROUPS or
 // more.
 __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
-    const Replay& captured = replay.from;
+    const StepConstants& constants = replay.constants;
     const uint32_t* from = (const uint32_t*)&replay.step;
-    StepArguments* to = &captured.to->step;
+    StepArguments* to = &replay.to->step;
     for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
     __syncthreads();
-    const int64_t now = *captured.clock;
+    const int64_t now = *replay.clock;
     const int group = threadIdx.x;
     if (group == 0) to->step = (uint32_t)now;
-    if (group >= captured.groups) return;
-    const double rate = captured.rate_at[group] ? (double)*captured.rate_at[group] : captured.rate[group];
-    const int64_t own = now - captured.lag[group];
-    to->group[group] = hyper_create(captured.source[group], rate, own);
+    if (group >= constants.groups) return;
+    const double rate = constants.rate_at[group] ? (double)*constants.rate_at[group] : constants.rate[group];
+    const int64_t own = now - constants.lag[group];
+    to->group[group] = hyper_create(constants.source[group], rate, own);
     if (group > 0) return;
-    captured.to->changing[0] = to->group[0].one_minus_beta2, captured.to->changing[1] = to->group[0].root2;
-    captured.to->changing[2] = (float)bias_root(captured.source[0].beta3, own);
+    replay.to->changing[0] = to->group[0].one_minus_beta2, replay.to->changing[1] = to->group[0].root2;
+    replay.to->changing[2] = (float)bias_root(constants.source[0].beta3, own);
 }
-
 #endif
 
-void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments) {
+const StepArguments* placed_replay(const Device* dev, const LaunchStep* step, const StepArguments* arguments) {
 #ifdef __CUDACC__
-    placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, *replay});
+    placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, step->constants, step->clock, step->replayed});
     check_launch();
 #endif
+    return &step->replayed->step;
 }
 
 int64_t placed_clock(const PlacedTables* tables) {
     int64_t clock;
-    copy_to_host(tables->parts.dev, &clock, tables->clock, sizeof(clock));
+    copy_to_host(tables->optim->dev, &clock, tables->clock, sizeof(clock));
     return clock;
 }
 
@@ -472,26 +469,22 @@ static bool begins_passes(const PlacedTables* tables, const PlacedRun* run) {
 // the decay of a group, and the other constants are the same for all tensors (require_same_constants).
 static void run_take(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale,
                      bool passes, bool capturing) {
-    const Plan* plan = tables->parts.plan;
+    const Plan* plan = tables->optim->plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
     const NibbleGroup* first = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
     const OptimConfig own = run_config(&launch->config, first);
-    StepArguments arguments = step_begin(tables->optim, scale, step->step);
-    Replay replay = {};
-    replay.clock = tables->clock, replay.to = tables->replayed;
-    replay.groups = passes ? plan->groups : run->groups;
-    for (int i = 0; i < replay.groups; i++) {
+    LaunchStep taken = {&own, scale, step->step, tables->view.step + run->first, tables->view.applied + run->first, 0};
+    StepConstants* constants = &taken.constants;
+    taken.count = passes ? launch->tiles : run->tiles;
+    constants->groups = passes ? plan->groups : run->groups;
+    for (int i = 0; i < constants->groups; i++) {
         const NibbleGroup* group = passes ? first : &step->group[run->group[i]];
-        replay.source[i] = run_source(&launch->config, group, &plan->group[passes ? i : run->settings[i]]);
-        replay.rate[i] = group->lr, replay.rate_at[i] = group->lr_at;
-        replay.lag[i] = step->step - own_step(group, step);
-        arguments.group[i] = hyper_create(replay.source[i], group->lr, own_step(group, step));
+        constants->source[i] = run_source(&launch->config, group, &plan->group[passes ? i : run->settings[i]]);
+        constants->rate[i] = group->lr, constants->rate_at[i] = group->lr_at;
+        constants->lag[i] = step->step - own_step(group, step);
     }
-    arguments.tiles = tables->view.step + run->first;
-    arguments.tile_count = passes ? launch->tiles : run->tiles;
-    const LaunchStep launch_step = {&own, own_step(first, step), tables->view.applied + run->first, 0,
-                                    capturing ? &replay : nullptr};
-    (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &arguments, &launch_step);
+    taken.clock = tables->clock, taken.replayed = capturing ? tables->replayed : nullptr;
+    (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &taken);
 }
 
 // Refuses different constants or numbers of steps for tensors that a step takes all together.
@@ -502,7 +495,7 @@ static void require_same_constants(const PlacedTables* tables, const NibbleStep*
         if (begins_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
         for (int g = 0; g < run->groups && (run->has_passes || run->matrix); g++) {
             const NibbleGroup* group = &step->group[run->group[g]];
-            const OptimConfig* config = &tables->parts.plan->launch[run->launch].config;
+            const OptimConfig* config = &tables->optim->plan->launch[run->launch].config;
             const bool same = group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->eps == first->eps;
             if (same && group->step == first->step) continue;
             user_error(
@@ -520,7 +513,7 @@ static void require_same_constants(const PlacedTables* tables, const NibbleStep*
 
 // Ends a step. The scales of tensors without gradients stay unchanged.
 static void tables_settle(const PlacedTables* tables, const float* scale) {
-    const int count = tables->parts.count;
+    const int count = tables->optim->count;
     bool all = true;
     for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].placed.count == 0);
     if (all) return optim_commit_scales(tables->optim, scale);
@@ -530,17 +523,17 @@ static void tables_settle(const PlacedTables* tables, const float* scale) {
 }
 
 void placed_step(PlacedTables* tables, const NibbleStep* step) {
-    const Device* dev = tables->parts.dev;
+    const Device* dev = tables->optim->dev;
     const bool capturing = is_capturing(dev);
     tables_update(tables, step, capturing);
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
-    if (tables->moved || capturing) tables_places(tables, capturing);
+    if (tables->moved || capturing) tables_places(tables);
     tables->moved = false;
     tables->captured = tables->captured || capturing;
     tables->kept = tables->kept || capturing;
     require_same_constants(tables, step);
-    const bool begins = step->grad_scale || step->found_inf || tables->parts.config->replays;
+    const bool begins = step->grad_scale || step->found_inf || tables->optim->config.replays;
     const float* scale = tables->scalars + (begins ? 1 : 0);
     const BeginStep begin = {step->grad_scale, step->found_inf, tables->scalars + 1, tables->clock,
                              capturing ? 0 : step->step};

@@ -18,9 +18,8 @@
 // arguments to where the step's kernel reads them. Steps that project gradients cannot be captured, since the host
 // decides when they take new directions; nor can steps with scales of whole tensors.
 #pragma once
-#include "matrix/low_rank.h"
+#include "made.h"
 #include "nibble_optim.h"
-#include "plan.h"
 
 // The facts about a tensor that no step changes. A tensor is cut if other processes hold parts of it. Then `count` of
 // its elements lie here, and `head` elements of their first tile lie before them, elsewhere.
@@ -47,55 +46,6 @@ void placed_step(PlacedTables* tables, const NibbleStep* step);
 bool is_capturing(const Device* dev);
 // Returns the number of the last step, replays of a graph included; 0 before the first. It waits for the stream.
 int64_t placed_clock(const PlacedTables* tables);
-
-// placed_step uses the following parts of optim_step.
-
-// Returns the arguments that all launches of a step have in common.
-StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step);
-
-// The arguments of captured kernels, in device memory.
-struct Replayed {
-    StepArguments step;
-    float changing[3];  // the first group's one_minus_beta2 and root2, and root3 (SettleArguments)
-};
-
-// The numbers from which each replay of a captured step computes its constants.
-struct Replay {
-    HyperSource source[STEP_GROUPS];
-    double rate[STEP_GROUPS];
-    const float* rate_at[STEP_GROUPS];  // on the device, or null
-    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
-    int groups;
-    const int64_t* clock;  // on the device: the number of the step
-    Replayed* to;          // device memory, which kernels of one stream use one after another
-};
-// Captures a kernel that writes the arguments to replay->to, from where the next kernel reads them.
-void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
-
-// A step of a launch whose constants and number come from the caller.
-struct LaunchStep {
-    const OptimConfig* config;       // the launch's, with the betas of this step
-    int64_t step;                    // number of the tensors' own step
-    const Tile* applied;             // with a rule that reads matrices, the tiles of the second kernel
-    int64_t first = 0;               // tile of the launch's list with which these and the arguments' tiles begin
-    const Replay* replay = nullptr;  // of a step that is captured in a CUDA graph
-};
-
-// optim_passes and optim_launch set the arrays that `arguments` needs besides tiles. optim_passes runs the passes of a
-// rule that reads rows and of --limit-growth, for whole tensors; these read the constants in the order of the plan's
-// groups. A launch without passes needs no such call.
-void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step);
-// Updates the tiles of `arguments`, after the launch's passes. If the rule reads matrices, these are whole tensors in
-// the arena's order.
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step);
-// Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients, and *applied with a
-// rule that reads matrices.
-Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile* applied);
-// Returns true if a launch can be captured in a CUDA graph.
-bool optim_replays(const Optim* optim, int launch);
-
-// Ends a step, after all launches.
-void optim_commit_scales(const Optim* optim, const float* grad_scale);
 
 // Reads a moment of a tensor as fp32 values, or writes it, rounded to nearest. A v of rows and columns is read as their
 // product and gets the means of what is written. Returns false if the optimizer does not keep it in the tensor's shape.

@@ -81,9 +81,14 @@ inline bool is_elsewhere(const Plan* plan, int tensor) {
     return plan->here[tensor].begin == plan->here[tensor].end;
 }
 
+// Returns the number, among the elements that are kept here, of a tensor's first one.
+inline int64_t first_here(const Plan* plan, int tensor) {
+    return plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+}
+
 // Returns true if a run has what is kept here of a tensor, or some of it.
 inline bool is_in_run(const Plan* plan, int tensor, const ArenaRun* run) {
-    const int64_t at = plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+    const int64_t at = first_here(plan, tensor);
     return !is_elsewhere(plan, tensor) && at >= run->begin && at < run->end;
 }
 
@@ -98,27 +103,28 @@ const FormatRow* slot_format(const LaunchPlan* launch, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// The place of a tensor in an array of the optimizer (a slot), by name, format and element.
+// What the optimizer keeps of a tensor in a slot.
 struct ArrayRef {
-    const char* rule;              // the tensor's
-    const FormatRow* format;       // null: the rule keeps no such moment
-    const FormatRow* nearest;      // the format with the same arrays that rounds to nearest
-    char array[ARRAY_NAME_BYTES];  // the name that stream_name takes
-    const ArenaRun* run;           // of its arrays
-    int64_t at;                    // where the tensor's numbers of spans begin in its array
+    const char* rule;          // the tensor's
+    const FormatRow* format;   // null: the rule keeps no such moment
+    const FormatRow* nearest;  // the format with the same arrays that rounds to nearest
+    const OptimTensor* kept;   // the shape in which the slot keeps the tensor
+    const ArenaRun* run;       // of its arrays
+    int64_t at;                // where the tensor's numbers of spans begin in their array
+    int index;                 // of the plan's weights for SLOT_WEIGHTS, otherwise of the launch
 };
 ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot);
 
-// Writes the name of a slot's arrays: "m", or "m.1[wpe|ln*]" if an override asked for them. `index` is the number of
-// the plan's weights for SLOT_WEIGHTS, otherwise of the launch.
-void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BYTES]);
+// Returns which bytes of array i are the tensor's. `begin` is below 0 if the tensor's first elements are not kept here.
+struct ArrayBytes {
+    int64_t begin, bytes;
+};
+ArrayBytes array_bytes(const ArrayRef* place, int i);
 
-// Writes the full name of a stream. A stream's name with a leading dot is appended to the array's name. A name without
-// a dot replaces the array's name, or is appended to it if an override asked for the array.
-void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
-
-// Returns the optimizer's array for a stream of a place; its data is null if there is none.
-OptimStream array_ref_stream(const Optim* optim, const ArrayRef* place, const StreamInfo& info);
+// Writes the name of a stream of weights or launch `index`: that of its slot, as in "m", or "m.1[wpe|ln*]" if an
+// override asked for it. A stream's name with a leading dot is appended to it. A name without a dot replaces it, or is
+// appended to it if an override asked for the array.
+void stream_name(const Plan* plan, int index, Slot slot, const StreamInfo& stream, char* name, size_t bytes);
 
 // Returns the arrays of tile number `index`, given arrays that begin at the arena's first element.
 inline Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {

@@ -22,15 +22,10 @@ void optim_tensor_grads(Optim* optim, int t, const void* grads) {
     optim->grads[t] = grads;
     if (!launch->tiles) return;
     const KeptPart part = plan->here[t];
-    const int64_t first = plan->kept[t][SLOT_WEIGHTS].offset + part.begin - launch->plan->run.begin;
+    const int64_t first = first_here(plan, t) - launch->plan->run.begin;
     const int bytes = tile_bytes(launch->rows.grads->stream[0]);
     const SetGrads set = {launch->tiles + first / TILE_ELEMENTS, (const char*)grads, bytes};
     for_each(optim->dev, set, (part.end - part.begin) / TILE_ELEMENTS);
-}
-
-// Launches a kernel of the step with its only argument: StepArguments or, if it is replayed, their address.
-static void step_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
-    jit_launch(kernel, blocks, kernel->shared_bytes, &argument, dev->stream);
 }
 
 template <Pass PASS>
@@ -55,79 +50,95 @@ static void step_cpu(const StepKernel* kernel, const FormatRow* copy, const Step
     }
 }
 
-// Runs one pass before step number `step`, and its end. `arguments` has the arrays and constants that the pass needs.
-static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange range, Sum sum, StepArguments* arguments,
-                     const Replay* replay, int64_t step) {
+// Returns the arguments of a launch's step: its arrays and constants.
+static StepArguments launch_arguments(const Optim* optim, const StepLaunch* launch, const LaunchStep* step) {
+    const StepConstants* constants = &step->constants;
+    StepArguments arguments = {};
+    arguments.weights = launch->weights->streams;
+    arguments.m = launch->at[0], arguments.v = launch->at[1], arguments.slow = launch->at[2];
+    arguments.rows = {launch->at[1].new_scales, launch->at[1].span};
+    arguments.states = launch->states;
+    const bool scaled = config_scaled(&launch->plan->config);
+    arguments.factor = scaled ? optim->factors + launch->weights->run->begin / TILE_ELEMENTS : nullptr;
+    arguments.next_tile = launch->next_tile;
+    arguments.grad_scale = step->grad_scale;
+    arguments.tiles = step->tiles, arguments.tile_count = step->count;
+    arguments.seed = optim->config.seed, arguments.step = (uint32_t)step->number;
+    for (int i = 0; i < constants->groups; i++) {
+        const int64_t number = step->number - constants->lag[i];
+        arguments.group[i] = hyper_create(constants->source[i], constants->rate[i], number);
+    }
+    return arguments;
+}
+
+// Runs one pass over the tensors of a range, and its end.
+static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange range, Sum sum, const LaunchStep* step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
     const OptimConfig* config = &launch->plan->config;
     const Streams* v = &launch->kept[SLOT_V];
     const RowRule rule = launch->rows.rule->rows;
     const bool by_rms = config->scale_by_rms && rule == ROWS_ADAFACTOR;
+    StepArguments arguments = launch_arguments(optim, launch, step);
+    arguments.tiles -= step->first;
     SumArguments sums = {
         work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts};
-    const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
-        void* pointers[] = {replay ? (void*)&at : arguments, &sums};
+        const Kernel* kernel = step->replayed ? &work->replayed : &work->kernel;
+        const StepArguments* at = step->replayed ? placed_replay(dev, step, &arguments) : nullptr;
+        void* pointers[] = {at ? (void*)&at : &arguments, &sums};
         const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
-        if (replay) placed_replay(dev, replay, arguments);
-        const Kernel* kernel = replay ? &work->replayed : &work->kernel;
         jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks,
                    sum_info(sum).reads_m ? kernel->shared_bytes : 0, pointers, dev->stream);
     } else {
-        rows_sum_cpu(&launch->rows, &launch->kernel.arrays, arguments, &sums);
+        rows_sum_cpu(&launch->rows, &launch->kernel.arrays, &arguments, &sums);
     }
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
-    settle.grad_scale = arguments->grad_scale;
+    settle.grad_scale = step->grad_scale;
     settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
     settle.parts = work->parts, settle.kept = (float*)v->scales, settle.ready = v->new_scales;
-    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
-    settle.one_minus_beta2 = arguments->group[0].one_minus_beta2, settle.root2 = arguments->group[0].root2;
-    settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, step),
-    settle.root3 = (float)bias_root(config->beta3, step);
+    settle.factor = (float*)arguments.factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
+    settle.one_minus_beta2 = arguments.group[0].one_minus_beta2, settle.root2 = arguments.group[0].root2;
+    settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, own_number(step)),
+    settle.root3 = (float)bias_root(config->beta3, own_number(step));
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
-    settle.changing = replay ? replay->to->changing : nullptr;
+    settle.changing = step->replayed ? step->replayed->changing : nullptr;
     rows_settle(dev, &settle);
 }
 
-// Runs the passes before a step of the arguments' tensors. The pass for --limit-growth computes the update for a
-// learning rate of 1.
-static void launch_passes(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
-                          const LaunchStep* launch_step) {
+// The pass for --limit-growth computes the update for a learning rate of 1.
+void optim_passes(const Optim* optim, int index, const LaunchStep* step) {
+    const StepLaunch* launch = &optim->launch[index];
     const RowPlan* plan = &launch->passes.plan;
-    const RowRange range = row_range(plan, launch_step->first, launch_step->first + arguments->tile_count);
-    StepArguments own = *arguments;
-    own.tiles -= launch_step->first;
-    Replay replay = launch_step->replay ? *launch_step->replay : Replay{};
+    const RowRange range = row_range(plan, step->first, step->first + step->count);
+    LaunchStep own = *step;
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
-        for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
+        for (int group = 0; group < own.constants.groups && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
-            replay.source[group] = hyper_source(launch_step->config, &settings);
-            replay.rate[group] = 1.0, replay.rate_at[group] = nullptr;
-            own.group[group] = hyper_create(replay.source[group], 1.0, launch_step->step);
+            own.constants.source[group] = hyper_source(step->config, &settings);
+            own.constants.rate[group] = 1.0, own.constants.rate_at[group] = nullptr;
         }
-        pass_run(optim, launch, range, plan->pass[i], &own, launch_step->replay ? &replay : nullptr, launch_step->step);
+        pass_run(optim, launch, range, plan->pass[i], &own);
     }
 }
 
 // Runs a kernel of the step, or its CPU version, on the tiles of the arguments.
-static void kernel_run(const Optim* optim, const StepKernel* kernel, const Replay* replay, StepArguments* arguments) {
-    if (!optim->dev->gpu) {
+static void kernel_run(const Optim* optim, const StepKernel* kernel, const LaunchStep* step, StepArguments* arguments) {
+    const Device* dev = optim->dev;
+    if (!dev->gpu) {
         const FormatRow* copy = compute_row(optim->compute);
         if (kernel->measures) step_cpu<MEASURE>(kernel, copy, arguments);
-        step_cpu<STORE>(kernel, copy, arguments);
-        return;
+        return step_cpu<STORE>(kernel, copy, arguments);
     }
-    const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)optim->dev->sm_count;
-    if (replay) {
-        const StepArguments* at = &replay->to->step;
-        placed_replay(optim->dev, replay, arguments);
-        step_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
-        return;
+    const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)dev->sm_count;
+    const StepArguments* at = step->replayed ? placed_replay(dev, step, arguments) : nullptr;
+    const Kernel *measure = &kernel->measure, *own = at ? &kernel->replayed : &kernel->step;
+    void* argument = at ? (void*)&at : arguments;
+    if (kernel->measures) {
+        jit_launch(measure, tiles < blocks ? tiles : blocks, measure->shared_bytes, &argument, dev->stream);
     }
-    if (kernel->measures) step_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
-    step_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
+    jit_launch(own, tiles < kernel->grid ? tiles : kernel->grid, own->shared_bytes, &argument, dev->stream);
 }
 
 // Returns what the tiles of a step take of a chunk.
@@ -155,74 +166,52 @@ static void moment_arguments(const StepLaunch* launch, const MatrixRange* range,
     for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
 }
 
-// Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have
-// tiles of whole tensors; if the rule projects gradients, all of the launch.
-static void launch_matrices(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
-                            const LaunchStep* launch_step) {
+// Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. If the rule projects
+// gradients, the step takes all tiles of the launch.
+static void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,
+                            const StepArguments* arguments) {
     const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
     const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
                in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
     const LowStep low = {dev,
-                         launch_step->config,
+                         step->config,
                          work,
                          &launch->kept[SLOT_BASIS],
-                         arguments->tiles,
+                         step->tiles,
                          is_bf16,
-                         arguments->grad_scale,
-                         launch_step->step,
+                         step->grad_scale,
+                         own_number(step),
                          in_bf16,
                          optim->tensors,
                          optim->grads};
-    matrix_begin(dev, work, arguments->grad_scale);
+    matrix_begin(dev, work, step->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        const MatrixRange range = range_create(chunk, launch_step->first, arguments->tile_count);
+        const MatrixRange range = range_create(chunk, step->first, step->count);
         if (range.at >= range.end) continue;
         StepArguments moment = *arguments, apply = *arguments;
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (projects) low_rank_project(&low, i);
-        moment_arguments(launch, &range, launch_step->first, &low, &moment);
-        kernel_run(optim, &launch->kernel, launch_step->replay, &moment);
+        moment_arguments(launch, &range, step->first, &low, &moment);
+        kernel_run(optim, &launch->kernel, step, &moment);
         if (projects) low_rank_update(&low, i);
-        if (!projects) matrix_update(dev, launch_step->config, work, &range, (const float*)v->scales, v->new_scales);
-        range_tiles(&range, launch_step->applied, launch_step->first, &apply);
+        if (!projects) matrix_update(dev, step->config, work, &range, (const float*)v->scales, v->new_scales);
+        range_tiles(&range, step->applied, step->first, &apply);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
-        kernel_run(optim, &launch->apply, launch_step->replay, &apply);
+        kernel_run(optim, &launch->apply, step, &apply);
     }
 }
 
-// Sets the arrays of a launch's step.
-static const StepLaunch* launch_begin(const Optim* optim, int index, StepArguments* arguments) {
+void optim_launch(const Optim* optim, int index, const LaunchStep* step) {
     const StepLaunch* launch = &optim->launch[index];
-    const Weights* weights = launch->weights;
-    arguments->weights = weights->streams;
-    arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
-    arguments->rows = {launch->at[1].new_scales, launch->at[1].span};
-    arguments->states = launch->states;
-    const bool scaled = config_scaled(&launch->plan->config);
-    arguments->factor = scaled ? optim->factors + weights->run->begin / TILE_ELEMENTS : nullptr;
-    arguments->next_tile = launch->next_tile;
-    return launch;
-}
-
-// Updates the tiles of the arguments, after the passes.
-static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments,
-                         const LaunchStep* launch_step) {
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, launch_step);
-    kernel_run(optim, &launch->kernel, launch_step->replay, arguments);
-}
-
-void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step) {
-    launch_passes(optim, launch_begin(optim, launch, arguments), arguments, launch_step);
-}
-
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* launch_step) {
-    launch_tiles(optim, launch_begin(optim, launch, arguments), arguments, launch_step);
+    StepArguments arguments = launch_arguments(optim, launch, step);
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, step, &arguments);
+    kernel_run(optim, &launch->kernel, step, &arguments);
 }
 
 void optim_loaded(Optim* optim) {
@@ -230,10 +219,6 @@ void optim_loaded(Optim* optim) {
         MatrixPlan* plan = &launch.matrix.plan;
         for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = false;
     }
-}
-
-bool optim_replays(const Optim* optim, int launch) {
-    return optim->launch[launch].kernel.replayed.jit.function != nullptr;
 }
 
 void optim_commit_scales(const Optim* optim, const float* grad_scale) {
@@ -251,88 +236,47 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     }
 }
 
-StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step) {
-    StepArguments arguments = {};
-    arguments.grad_scale = grad_scale;
-    arguments.seed = optim->config.seed;
-    arguments.step = (uint32_t)step;
-    return arguments;
-}
-
-// Returns the arguments of a launch's step, with its constants but without arrays.
-static StepArguments step_arguments(const Optim* optim, const StepLaunch* launch, const float* grad_scale, float lr,
-                                    int64_t step) {
-    StepArguments arguments = step_begin(optim, grad_scale, step);
-    const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
-    double rate = lr;
-    if (relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);
-    for (int group = 0; group < STEP_GROUPS; group++) {
-        arguments.group[group] = hyper_create(&launch->plan->config, &optim->plan->group[group], rate, step);
+// Steps `count` tiles of a launch, from number `first` of its list on.
+static void tiles_step(const Optim* optim, int index, int64_t first, int64_t count, const float* grad_scale, double lr,
+                       int64_t number) {
+    const StepLaunch* launch = &optim->launch[index];
+    const OptimConfig* config = &launch->plan->config;
+    if (count == 0) return;
+    const bool relative = config->relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    if (relative && lr > 1.0 / sqrt((double)number)) lr = 1.0 / sqrt((double)number);
+    LaunchStep step = {config, grad_scale, number, launch->tiles + first, launch->applied + first, first, count};
+    step.constants.groups = optim->plan->groups;
+    for (int i = 0; i < optim->plan->groups; i++) {
+        step.constants.source[i] = hyper_source(config, &optim->plan->group[i]), step.constants.rate[i] = lr;
     }
-    return arguments;
-}
-
-// Some tiles of a launch's list.
-struct TileRun {
-    int launch;
-    int64_t first, tiles;
-};
-
-static void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step) {
-    const StepLaunch* launch = &optim->launch[run->launch];
-    if (run->tiles == 0) return;
-    StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
-    arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
-    const LaunchStep launch_step = {&launch->plan->config, step, launch->applied + run->first, run->first};
-    if (!launch->rows.rule->matrix) optim_passes(optim, run->launch, &arguments, &launch_step);
-    optim_launch(optim, run->launch, &arguments, &launch_step);
+    optim_passes(optim, index, &step);
+    optim_launch(optim, index, &step);
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     const Plan* plan = optim->plan;
     const int element = optim->launch[0].rows.grads->stream[0].bits / 8;
     for (int t = 0; t < optim->count && grads; t++) {
-        const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset + plan->here[t].begin;
-        optim_tensor_grads(optim, t, (const char*)grads + at * element);
+        optim_tensor_grads(optim, t, (const char*)grads + first_here(plan, t) * element);
     }
-    for (int i = 0; i < plan->launches; i++) {
-        const TileRun all = {i, 0, plan->launch[i].tiles};
-        optim_step_tiles(optim, &all, grad_scale, lr, step);
-    }
+    for (int i = 0; i < plan->launches; i++) tiles_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
     optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
-    optim_step_end(optim);
 }
 
-void optim_step_end(Optim* optim) {
-    if (optim->compute != OPTIM_BF16) optim_decode(optim);  // the step itself writes a bf16 copy
-}
-
-// Returns the tiles of the first tensors that can share a launch; *taken is the number of these tensors.
-static TileRun tensor_run(const Plan* plan, const int* tensor, int count, int* taken) {
-    const int l = plan->launch_of[tensor[0]];
-    const int64_t begin = plan->kept[tensor[0]][SLOT_WEIGHTS].offset + plan->here[tensor[0]].begin;
-    int64_t end = begin;
-    int n = 0;
-    for (; n < count && plan->launch_of[tensor[n]] == l; n++) {
-        const KeptPart part = plan->here[tensor[n]];
-        if (plan->kept[tensor[n]][SLOT_WEIGHTS].offset + part.begin != end) break;
-        end += part.end - part.begin;
-    }
-    *taken = n;
-    return {l, (begin - plan->launch[l].run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS};
-}
-
-void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
-                        float lr, int64_t step) {
+// Tensors of a launch that follow each other are stepped together.
+void optim_step_tensors(Optim* optim, const int* tensor, int count, const float* grad_scale, float lr, int64_t step) {
     const Plan* plan = optim->plan;
-    const int element = plan->launch[0].rows.grads->stream[0].bits / 8;
-    for (int i = 0; i < count && grads; i++) {
-        const int64_t begin = plan->here[tensor[i]].begin;
-        optim_tensor_grads(optim, tensor[i], (const char*)grads[i] + begin * element);
-    }
-    for (int i = 0, taken; i < count; i += taken) {
-        const TileRun run = tensor_run(plan, tensor + i, count - i, &taken);
-        optim_step_tiles(optim, &run, grad_scale, lr, step);
-        for (int t = 0; t < taken; t++) optim_settle_tensor(optim, tensor[i + t], grad_scale);
+    for (int i = 0, next; i < count; i = next) {
+        const int launch = plan->launch_of[tensor[i]];
+        const int64_t begin = first_here(plan, tensor[i]);
+        int64_t end = begin;
+        for (next = i; next < count && plan->launch_of[tensor[next]] == launch; next++) {
+            const KeptPart part = plan->here[tensor[next]];
+            if (first_here(plan, tensor[next]) != end) break;
+            end += part.end - part.begin;
+        }
+        const int64_t first = (begin - plan->launch[launch].run.begin) / TILE_ELEMENTS;
+        tiles_step(optim, launch, first, (end - begin) / TILE_ELEMENTS, grad_scale, lr, step);
+        for (int t = i; t < next; t++) optim_settle_tensor(optim, tensor[t], grad_scale);
     }
 }

@@ -1,6 +1,5 @@
-// The files of optim/ share these declarations beside optim.h: the rows of the tables, functions about rows, and the
-// members of an optimizer that other files than optim.cu need. Nothing here allocates; rows live as long as the
-// process.
+// The files of optim/ share these declarations beside optim.h: the rows of the tables, and functions about rows.
+// Nothing here allocates; rows live as long as the process.
 #pragma once
 #include "formats/none.cuh"
 #include "formats/spans.cuh"
@@ -34,7 +33,6 @@ struct FormatRow : StorageFunctions<None> {
     bool has_sign;
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
-    const void* set_tiles;  // of weights: optim_set_kernel; null for formats with spans and without CUDA
 
     OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
         call.load(*this, streams, first, x, n, key);
@@ -157,35 +155,3 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
 // Returns how many numbers of a tensor the step reads. Numbers of columns are padded there, and in another order
 // (rows.cuh).
 int64_t ready_numbers(Span span, const OptimTensor* tensor);
-
-// The numbers of spans that a step reads, and those that it makes. spans_settle replaces the former by the latter, and
-// sets the latter to 0, unless grad_scale is NaN or infinite.
-struct Settle {
-    float *now, *next;  // (count), device memory
-    int64_t count;
-    const struct ArenaRun* run;  // whose tensors they belong to
-    Span span;
-};
-void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
-
-// The members of an optimizer that never change; the optimizer owns them.
-struct Plan;
-struct OptimParts {
-    const Device* dev;
-    const OptimConfig* config;
-    const Plan* plan;
-    const OptimTensor* tensors;  // (count)
-    int count;
-};
-OptimParts optim_parts(const Optim* optim);
-// Call this when others have written the states of an optimizer that took steps.
-void optim_loaded(Optim* optim);
-
-// Ends the step of a tensor, once all its tiles are stepped.
-void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
-
-// The states that a launch's step reads and writes: m, v, and the slow average of rules that keep one.
-constexpr int OPTIM_KEPT = 3;
-const Streams* optim_kept(const Optim* optim, int launch);  // (OPTIM_KEPT) from the launch's first element on
-// Sets where the next steps of a launch find these states, from its tile `first` on.
-void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT], int64_t first);

@@ -43,7 +43,6 @@ static FormatRow weights_row(const char* name, const char* note, const char* typ
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
-    if constexpr (!T::HAS_SPANS) row.set_tiles = (const void*)optim_set_kernel<T>;
 #endif
     return row;
 }
@@ -187,9 +186,9 @@ const FormatRow* norms_row() {
 }
 
 const FormatRow* compute_row(OptimType compute) {
-    static const FormatRow rows[] = {seen_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
+    static const FormatRow rows[] = {seen_row<Elementwise<Fp32, NEAREST>>("fp32", "", "Elementwise<Fp32, NEAREST>"),
                                      seen_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>"),
-                                     seen_row<Elementwise<Fp16, NEAREST>>("fp16", "", "")};
+                                     seen_row<Elementwise<Fp16, NEAREST>>("fp16", "", "Elementwise<Fp16, NEAREST>")};
     return &rows[compute];
 }
 

@@ -18,7 +18,7 @@
 #include "formats/spans.cuh"
 #include "formats/split.cuh"
 #include "formats/uniform.cuh"
-#include "rows.cuh"
+#include "rows/rows.cuh"
 #include "rules/adafactor.cuh"
 #include "rules/adam.cuh"
 #include "rules/adammini.cuh"

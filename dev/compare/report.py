@@ -1,12 +1,15 @@
 """Writes the report folder of a sweep from its records alone: the same files whenever and wherever it is written.
 
-table.csv  table.md  loss.png  difference.png  pareto.png  report.html
+table.csv  table.md  loss.png  difference.png  bytes.png  picture.png  rates.png  report.html
+
+A picture that a study has no use for is left out. report.html holds the tables and the pictures, and needs no network.
 """
 
+import base64
+import html
 import sys
 
 import draw
-import page
 import record
 import table as tables
 from problem import Problem, write_whole
@@ -20,8 +23,7 @@ LEGEND = [
     "its own do where that is more; where none has several, by √2 times the standard deviation of the baseline's seeds; 0 "
     "where the bits are the baseline's. Baseline: what the row is compared to. "
     "Memory: what ./train plans and allocates, and what the driver has besides. Tokens/s: without the first ten steps. "
-    "Both are in parentheses where several runs shared a device. Of bytes against loss, a hollow dot has a seed that "
-    "diverged or died, and is not among the best.",
+    "Both are in parentheses where several runs shared a device. Bands of difference.png are these standard errors, step by step.",
 ]
 
 
@@ -58,7 +60,37 @@ def facts_of(sweep, table, stale):
         notices.append(f"{stale} records are of other options than the sweep has now and are left out.")
     for notice in notices:
         print(f"compare: notice: {notice}", file=sys.stderr)
-    return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "seconds": sweep.seconds, "lines": lines + notices, "legend": LEGEND}
+    return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "lines": lines + notices, "legend": LEGEND}
+
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1300px; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 8px; text-align: left; }
+th { border-bottom: 1px solid #888; } tr:hover td { background: #f2f2f2; }
+td:nth-child(n+5):not(:nth-child(11)):nth-child(-n+13) { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+def table_html(rows):
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in tables.HEADINGS)
+    cells = ["".join(f"<td>{html.escape(text)}</td>" for text in tables.cells(row)) for row in rows]
+    return f"<table><tr>{head}</tr>\n" + "".join(f"<tr>{row}</tr>\n" for row in cells) + "</table>\n"
+
+
+def page(table, facts, folder):
+    """Returns report.html: the text, the tables, and the pictures of the folder."""
+
+    def paragraphs(lines):
+        return "".join(f"<p>{html.escape(line)}</p>\n" for line in lines)
+
+    title, shown = html.escape(facts["title"]), [folder / name for name in draw.PICTURES if (folder / name).exists()]
+    body = [f"<h2>{html.escape(group)}</h2>\n{table_html(rows)}" for group, rows in tables.groups(table).items()]
+    for path in shown:
+        body.append(f'<p><img alt="{path.name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></p>\n')
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style></head>\n'
+        f"<body><h1>{title}</h1>\n{paragraphs(facts['lines'])}{''.join(body)}{paragraphs(facts['legend'])}</body></html>\n"
+    )
 
 
 def write(sweep, folder):
@@ -75,5 +107,5 @@ def write(sweep, folder):
     else:
         for name in draw.PICTURES:
             (folder / name).unlink(missing_ok=True)
-    write_whole(folder / "report.html", page.page(table, facts))
+    write_whole(folder / "report.html", page(table, facts, folder))
     print(folder / "report.html")

@@ -78,7 +78,7 @@ class Sweep:
     title: str
     baseline: str
     keep: bool  # checkpoints stay
-    picture: list  # names of the configurations in presets.png, which a README can show at page width
+    picture: list  # names of the configurations in picture.png and bytes.png, which a README can show
     runs: list  # in the order in which they run
     seconds: int = 0  # of training that a run has, whatever its speed; 0: --steps says how long it is
 

@@ -42,6 +42,7 @@ class Row:
     error: float | None = None
     pairs: int = 0
     unasked: list = field(default_factory=list)
+    path: dict = field(default_factory=dict)  # {step: (difference, error, pairs)} of the validations
     level: float | None = None  # final loss - the study's baseline's, paired by seed: what rows are ranked by
     level_error: float | None = None
 
@@ -63,8 +64,12 @@ class Row:
             if record["status"] == "diverged" and sum(loss is not None for _, loss in record["val"]) > 1
         }
 
-    def losses(self):
-        return {seed: record["final_loss"] for seed, record in self.done.items()}
+    def losses(self, step=None):
+        """Returns {seed: validation loss} at a step, or at the end."""
+        if step is None:
+            return {seed: record["final_loss"] for seed, record in self.done.items()}
+        found = {seed: dict(map(tuple, record["val"])).get(step) for seed, record in self.done.items()}
+        return {seed: loss for seed, loss in found.items() if loss is not None}
 
     def mean(self, key):
         values = [record[key] for record in self.done.values() if record[key] is not None]
@@ -100,6 +105,11 @@ class Row:
         states, weights = self.any("state_bytes"), self.any("weights_bytes")
         return None if states is None else states + weights
 
+    @property
+    def held(self):
+        """Returns bytes of weights, states and gradients per parameter."""
+        return None if self.bytes is None else self.bytes + {"bf16": 2, "fp32": 4}.get(self.format("grads"), 0)
+
     def status(self):
         """Says in words what is missing, what went wrong, and what is not as the sweep asked."""
         words = []
@@ -134,13 +144,14 @@ def pair_scatter(rows_of_pairs):
     return (math.sqrt(squares / degrees) if degrees else None), degrees
 
 
-def scatters(table):
-    """Returns {baseline: pair_scatter of the rows paired with it} if it has ENOUGH; under None that of all rows."""
+def scatters(table, step=None):
+    """Returns {baseline: pair_scatter of the rows paired with it} if it has ENOUGH; under None that of all rows. `step`:
+    by the losses there, not at the end."""
     by_name = {row.name: row for row in table}
     pairs = {None: []}
     for row in table:
         if row.baseline != row.name:
-            its = paired(row.losses(), by_name[row.baseline].losses())
+            its = paired(row.losses(step), by_name[row.baseline].losses(step))
             pairs[None].append(its)
             pairs.setdefault(row.baseline, []).append(its)
     found = {name: pair_scatter(its) for name, its in pairs.items()}
@@ -191,6 +202,12 @@ def unasked(row, other):
     return list(found.values())
 
 
+def compared(row, its, base, scatter, step=None):
+    """Returns the difference of a row to its baseline at a step, or at the end. `base`: the study's baseline."""
+    pooled = scatter.get(row.baseline, scatter[None])[0]
+    return difference(row.losses(step), its.losses(step), base.losses(step).values(), pooled)
+
+
 def rows(sweep, records):
     """Returns the rows of a sweep, in the order of its file, and how many records are of other options."""
     result, stale = [], 0
@@ -205,18 +222,22 @@ def rows(sweep, records):
         first = runs[0]
         result.append(Row(name, first.group, first.baseline, len(runs), first.own, dict(sorted(fitting.items())), sweep.seconds))
     by_name = {row.name: row for row in result}
-    base = by_name[sweep.baseline].losses()
+    base = by_name[sweep.baseline]
     scatter = scatters(result)
     for row in result:
         its = by_name[row.baseline]
-        spread, _ = scatter.get(row.baseline, scatter[None])
         if its is not row:
-            row.difference, row.error, row.pairs = difference(row.losses(), its.losses(), base.values(), spread)
+            row.difference, row.error, row.pairs = compared(row, its, base, scatter)
             row.unasked = unasked(row, its)
-        pooled = spread if row.baseline == sweep.baseline else scatter[None][0]
-        row.level, row.level_error, _ = difference(row.losses(), base, (), pooled) if base else (row.loss, None, 0)
-        if row.name == sweep.baseline:
-            row.level_error = None
+        pooled = scatter.get(row.baseline, scatter[None])[0] if row.baseline == sweep.baseline else scatter[None][0]
+        level = difference(row.losses(), base.losses(), (), pooled) if base.done else (row.loss, None, 0)
+        row.level, row.level_error = level[0], None if row is base else level[1]
+    steps = sorted({step for row in result for record in row.done.values() for step, _ in record["val"]})
+    for step in steps:
+        scatter = scatters(result, step)
+        for row in result:
+            if row.baseline != row.name and row.losses(step) and by_name[row.baseline].losses(step):
+                row.path[step] = compared(row, by_name[row.baseline], base, scatter, step)
     return result, stale
 
 

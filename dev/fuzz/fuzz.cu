@@ -7,7 +7,6 @@
 #include "../../optim/override.h"
 #include "../../train_gpt2.cu"
 
-#include <ftw.h>
 #include <setjmp.h>
 
 typedef struct {
@@ -204,6 +203,38 @@ static void fuzz_tokenizer(FuzzInput input) {
     tokenizer_close(tokenizer);
 }
 
+// An evaluation file, whose checksum is put in here, so that it is right; the batches of its rows.
+static void fuzz_eval(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "";
+    if (input.count < 64) return;
+    const uint32_t crc = crc32c(crc32c(0, input.bytes, 60), input.bytes + 64, (int64_t)input.count - 64);
+    char* file = (char*)malloc(input.count);
+    memcpy(file, input.bytes, input.count), memcpy(file + 60, &crc, 4);
+    put("x.eval", {file, input.count});
+    free(file);
+    Evaluation task;
+    if (!evaluation_open(&task, path_of("x.eval"), nullptr, error)) return demand_sentence(error);
+    for (int T : {1, 5, 64}) {
+        EvaluationPass pass;
+        evaluation_begin(&pass, &task, T, 100);
+        for (int i = 0; i < pass.batches; i++) evaluation_fill(&pass, i), evaluation_take(&pass);
+        evaluation_result(&pass), evaluation_end(&pass);
+    }
+    evaluation_close(&task);
+}
+
+// A file of prompts.
+static void fuzz_prompts(FuzzInput input) {
+    char error[DATA_ERROR_BYTES] = "";
+    Tokenizer* bytes = tokenizer_open(nullptr, error);
+    Prompts prompts;
+    put("prompts", input);
+    const bool fine = prompts_open(&prompts, "", path_of("prompts"), 3, bytes, 256, error);
+    if (!fine) demand_sentence(error);
+    for (int i = 0; i < prompts.count && fine; i++) demand(prompts.length[i] > 0 && prompts.tokens[i][0] < 256);
+    prompts_close(&prompts), tokenizer_close(bytes);
+}
+
 // A command line, a word a line. What an option is set to reads back as the same.
 static void fuzz_options(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "", *text = take_text(&input), *rest = nullptr, *words[64] = {(char*)"train"};
@@ -246,37 +277,20 @@ static void fuzz_overrides(FuzzInput input) {
 
 // A list of Slurm's hosts, or lines of NAME=VALUE, of the variables that launchers set.
 static void fuzz_environment(FuzzInput input) {
-    static const char* const names[] = {"RANK",
-                                        "WORLD_SIZE",
-                                        "LOCAL_RANK",
-                                        "LOCAL_WORLD_SIZE",
-                                        "MASTER_ADDR",
-                                        "MASTER_PORT",
-                                        "SLURM_PROCID",
-                                        "SLURM_STEP_NUM_TASKS",
-                                        "SLURM_LOCALID",
-                                        "SLURM_JOB_ID",
-                                        "SLURM_STEP_ID",
-                                        "SLURM_JOB_NODELIST",
-                                        "SLURM_STEP_NODELIST",
-                                        "SLURM_STEP_NUM_NODES",
-                                        "OMPI_COMM_WORLD_RANK",
-                                        "OMPI_COMM_WORLD_SIZE",
-                                        "OMPI_COMM_WORLD_LOCAL_RANK",
-                                        "NIBBLE_SECRET"};
-    const int count = sizeof(names) / sizeof(names[0]);
+    static const char names[] =
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_STEP_NUM_TASKS "
+        "SLURM_LOCALID SLURM_JOB_ID SLURM_STEP_ID SLURM_JOB_NODELIST SLURM_STEP_NODELIST SLURM_STEP_NUM_NODES "
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK NIBBLE_SECRET";
     char error[DATA_ERROR_BYTES] = "", host[16], *text = take_text(&input), *rest = nullptr;
     Launch launch;
     launch_first_host(text, host, sizeof(host));
     for (char* line = strtok_r(text, "\n", &rest); line; line = strtok_r(nullptr, "\n", &rest)) {
         char* value = strchr(line, '=');
         if (value) *value++ = 0;
-        for (int i = 0; i < count && value; i++) {
-            if (strcmp(line, names[i]) == 0) setenv(line, value, 1);
-        }
+        if (value && text_among(line, names, ' ')) setenv(line, value, 1);
     }
     if (!launch_environment(&launch, 1, error)) demand_sentence(error);
-    for (int i = 0; i < count; i++) unsetenv(names[i]);
+    for (const char *list = names, *name; (name = text_word(&list, ' '));) unsetenv(name);
     free(text);
 }
 
@@ -285,15 +299,13 @@ static const struct {
     void (*run)(FuzzInput input);
 } targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors}, {"config", fuzz_config},
                {"state", fuzz_state},     {"shards", fuzz_shards},           {"tokenizer", fuzz_tokenizer},
-               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"environment", fuzz_environment}};
+               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"environment", fuzz_environment},
+               {"eval", fuzz_eval},       {"prompts", fuzz_prompts}};
 static void (*target)(FuzzInput input);
 
-static int remove_one(const char* path, const struct stat*, int, struct FTW*) {
-    return remove(path);
-}
-
 static void remove_folder() {
-    nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+    char error[DATA_ERROR_BYTES];
+    folder_remove(folder, error);
 }
 
 extern "C" int LLVMFuzzerInitialize(int*, char***) {

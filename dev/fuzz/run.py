@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/fuzz"
-TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "environment"]
+TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "environment", "eval", "prompts"]
 
 
 def tiny_run():
@@ -52,11 +52,16 @@ def shard(tokens):
     return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
-def environments():
-    """Returns variables of launchers, and a list of Slurm's hosts."""
-    return [b"RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
-            b"SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_STEP_ID=0\n"
-            b"SLURM_JOB_NODELIST=gpu[3-7,9]\n", b"gpu[003-007,9],login"]
+ENVIRONMENTS = [  # variables of launchers, and a list of Slurm's hosts
+    b"RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
+    b"SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_STEP_ID=0\n"
+    b"SLURM_JOB_NODELIST=gpu[3-7,9]\n", b"gpu[003-007,9],login"]
+
+
+def malformed(kind):
+    """Returns the contents of a kind in dev/unit/malformed.txt."""
+    rows = [line.split(" :: ") for line in (ROOT / "dev/unit/malformed.txt").read_text().splitlines()]
+    return [text.encode() for row in rows if row[0] == kind for text in row[2:]]
 
 
 def seeds():
@@ -87,20 +92,27 @@ def seeds():
     whole = json.dumps({"model": {"type": "BPE", "vocab": json.loads(vocabulary), "merges": ["a b", ["\u0120", "a"]]},
                         "added_tokens": [{"id": 6, "content": "<|pad|>", "special": True}],
                         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}})
+    questions = struct.pack("<8s6IQI20x6I", b"nib-eval", 1, 0, 256, 0, 2, 3, 15, 5, 2, 1, 1, 0, 3, 2)  # of three rows
+    questions += struct.pack("<10I15H", 4, 4, *[3, 2, 4, 4] * 2, *range(15))
+    headers = [struct.pack("<Q", len(text)) + text + bytes(8) for text in malformed("safetensors")]
+    members = [b'{"model_type": "gpt2", %s}' % text for text in malformed("config.json")]
     return {
-        "json": [*files, *(run / "log.jsonl").read_bytes().splitlines()[:4], meta.encode(), vocabulary.encode()],
-        "safetensors": [*weights, json.dumps(index).encode() + b"\0" + weights[0]],
-        "config": [(checkpoint / "config.json").read_bytes(), b'{"model_type": "gpt2"}'],
+        "json": [*files, *(run / "log.jsonl").read_bytes().splitlines()[:4], meta.encode(), vocabulary.encode(), *malformed("json")],
+        "safetensors": [*weights, *headers, json.dumps(index).encode() + b"\0" + weights[0]],
+        "config": [(checkpoint / "config.json").read_bytes(), *members],
         "state": [state, re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S),
                   re.sub(rb'"files": \{.*?\n\}', b'"files": {}', state, flags=re.S) + b"\0" + bytes(range(60))],
         "shards": [b"\0\7" + shard(range(40)), b"\1\7" + b"some text " * 9,
                    b"\1\7" + b"ID3 at the beginning of a text, as MZ", b"\x80\3" + shard(range(99)),
-                   b"\xc0\3" + bytes(range(99)), b"\2\3" + meta.encode() + b"\0" + shard(range(1000, 1040))],
+                   b"\xc0\3" + bytes(range(99)), *(b"\2\3" + text + b"\0" + shard(range(1000, 1040)) for text in [meta.encode(), *malformed("meta.json")])],
         "tokenizer": ["\0".join([vocabulary, merges, added, special, "ab a aab"]).encode(),
-                      (" " + whole + "\0ab a aab").encode()],
+                      (" " + whole + "\0ab a aab").encode(), *(b" " + text for text in malformed("tokenizer.json")),
+                      *malformed("vocab.json")],
         "options": ["\n".join(words).encode() for words in typed],
         "overrides": [text.encode() + b"\0h.0.attn.c_attn.weight" for text in overrides],
-        "environment": environments(),
+        "environment": ENVIRONMENTS,
+        "eval": [questions],
+        "prompts": [b"a\nb\r\n\n", "\ufeffé".encode()],
     }, presets.split()
 
 

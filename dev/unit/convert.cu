@@ -1,6 +1,7 @@
 // Tests of optim_load: what a checkpoint stores in one format comes into an optimizer of another as that format's
 // nearest store has it, what is stored alike comes back to the bit wherever it lies, and what cannot be is refused.
 // Checkpoints are optimizers in host memory here; commands.txt has those of files.
+#include "../../optim/made.h"
 #include "steps.h"
 
 constexpr int TENSORS = 4;
@@ -23,19 +24,18 @@ static void* table_of(const OptimRun* f, const FormatRow* format) {
     return table;
 }
 
-static Streams place_streams(const OptimRun* f, int tensor, const ArrayRef* place) {
-    void* data[3] = {};
-    for (int i = 0; i < 3; i++) {
-        const StreamInfo& info = place->format->stream[i];
-        char* array = (char*)array_ref_stream(f->optim, place, info).data;
-        if (array) data[i] = array + stream_bytes(info, f->tensor[tensor].offset - place->run->begin);
-    }
-    return {data[0], data[1], table_of(f, place->format), data[2]};
+static ArrayRef find_place(const OptimRun* f, int tensor, Slot slot) {
+    return plan_array_ref(f->optim->plan, tensor, slot);
 }
 
-static ArrayRef find_place(const OptimRun* f, int tensor, Slot slot) {
-    Plan* plan = plan_ranges(&f->config, f->tensor, TENSORS);
-    return plan_array_ref(plan, tensor, slot);
+static Streams place_streams(const OptimRun* f, int tensor, Slot slot) {
+    const ArrayRef place = find_place(f, tensor, slot);
+    void* data[3] = {};
+    for (int i = 0; i < 3; i++) {
+        char* array = (char*)optim_array(f->optim, tensor, slot, i);
+        if (array) data[i] = array + array_bytes(&place, i).begin;
+    }
+    return {data[0], data[1], table_of(f, place.format), data[2]};
 }
 
 // Returns the properties that decide how a slot's zeros are stored.
@@ -47,7 +47,7 @@ static NoiseKey slot_key(const OptimRun* f, int tensor, Slot slot) {
 // Returns the values that the update reads, in memory that goes with the run. Padding counts as zero.
 static float* slot_values(const OptimRun* f, int tensor, Slot slot) {
     ArrayRef place = find_place(f, tensor, slot);
-    Streams streams = place_streams(f, tensor, &place);
+    Streams streams = place_streams(f, tensor, slot);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     float* values = f->room.host<float>(padded);
     for (int64_t i = 0; i < padded; i += TILE_ELEMENTS)
@@ -59,7 +59,7 @@ static float* slot_values(const OptimRun* f, int tensor, Slot slot) {
 // True if the slot's arrays hold these bytes: those of `values` stored to nearest.
 static bool holds_nearest(const OptimRun* f, int tensor, Slot slot, const float* values) {
     ArrayRef place = find_place(f, tensor, slot);
-    Streams there = place_streams(f, tensor, &place), want = there;
+    Streams there = place_streams(f, tensor, slot), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     void** to[3] = {&want.codes, &want.scales, &want.third};
     void *const from[3] = {there.codes, there.scales, there.third}, *table = table_of(f, place.nearest);

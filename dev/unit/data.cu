@@ -149,16 +149,8 @@ TEST(data_json_round_trip) {
 }
 
 TEST(data_json_malformed) {
-    const char* const bad[] = {"",     " ",        "{",       "}",        "[",        "]",     "[1",    "[1,",
-                               "[1,]", "[,1]",     "[1 2]",   "{\"a\"}",  "{\"a\":}", "{a:1}", "{1:2}", "\"",
-                               "\"\\", "\"\\\"",   "\"\\x\"", "\"a\nb\"", "01",       "-",     "+1",    ".5",
-                               "1.",   "1.e1",     "1e",      "1e+",      "0x10",     "nul",   "truex", "True",
-                               "NaN",  "Infinity", "1 1",     "{} []",    "'a'",      "[1]]",  "\xFF"};
-    const char* const longer[] = {"{\"a\":1,}",  "{\"a\":1 \"b\":2}",  "\"\\u12\"",
-                                  "\"\\u12g4\"", "\"\\ud800\"",        "\"\\ud800x\"",
-                                  "\"\\udc00\"", "\"\\ud800\\u0041\"", "{\"a\\u0000b\":1}"};
-    for (const char* text : bad) expect_refused(parse_text(text, error), error, "text is not valid JSON");
-    for (const char* text : longer) expect_refused(parse_text(text, error), error, "text is not valid JSON");
+    for (const char* text : {" ", "\"a\nb\"", "\xFF"})
+        expect_refused(parse_text(text, error), error, "text is not valid JSON");
     // Every proper prefix of an object is malformed.
     const char* whole = "{\"a\":[1,-2.5e+3,{\"b\":null}],\"c\":\"\\ud83d\\ude00\\n\",\"d\":[true,false]}";
     int length = (int)strlen(whole);
@@ -276,44 +268,9 @@ DATA_TEST(data_safetensors_truncated) {
     expect_refused(safetensors_open(&opened, cut, error), error, "corrupted");
 }
 
+// malformed.txt has headers.
 DATA_TEST(data_safetensors_bad) {
     const char* path = joined(folder, "bad.safetensors");
-    const char* const bad[][2] = {
-        {"[]", "no object"},
-        {"{\"a\":1}", "lacks its dtype"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", "lacks its dtype"},
-        {"{\"a\":{\"dtype\":\"F33\",\"shape\":[2],\"data_offsets\":[0,8]}}", "F33, which is not known"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,12]}}", "truncated"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,8]}}", "do not give"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]}}", "impossible shape"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2.0],\"data_offsets\":[0,8]}}", "impossible shape"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,2],\"data_offsets\":[0,8]}}", "do not give"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,2],\"data_offsets\":[0,8]}}", "over 8 dimensions"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", "impossible data_offsets"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", "impossible data_offsets"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", "impossible data_offsets"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,99999999999999999999]}}",
-         "impossible data_offsets"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", "its tensors need 4"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", "does not begin"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
-         "\"data_offsets\":[4,8]}}",
-         "does not begin"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],"
-         "\"data_offsets\":[4,8]}}",
-         "two tensors named a"},
-        {"{", "its header is not valid JSON"},
-    };
-    for (const auto& [header, piece] : bad) {
-        char file[2048] = {0};
-        uint64_t length = strlen(header);
-        memcpy(file, &length, 8);
-        memcpy(file + 8, header, length);
-        put(path, file, 8 + (int64_t)length + 8);
-        Safetensors opened;
-        expect_refused(safetensors_open(&opened, path, error), error, piece);
-        expect(strstr(error, path), "%s does not name the file", error);
-    }
     Safetensors opened;
     uint64_t huge = (100ull << 20) + 1;
     put(path, &huge, 8);

@@ -13,18 +13,18 @@ static void step_by_parts(void*, OptimRun* run, const void* given, const float* 
     const float* grads = (const float*)given;
     for (int number = LAYERS + 1; number >= 0; number--) {
         int tensor[COUNT], count = 0;
-        const void* at[COUNT];
         Room room(&run->dev);
         float* own = room.device<float>(run->elements);
         for (int t = 0; t < COUNT; t++) {
             const int64_t padded = tensor_padded(&run->tensor[t]);
             const float* from = grads + run->tensor[t].offset;
             if (part[t] != number) continue;
-            at[count] = number % 2 ? own : from, tensor[count++] = t;
+            optim_tensor_grads(run->optim, t, number % 2 ? own : from);
+            tensor[count++] = t;
             copy_to_device(&run->dev, own, room.to_host(from, padded), padded * 4);
             own += padded;
         }
-        optim_step_tensors(run->optim, tensor, at, count, scale, lr, step);
+        optim_step_tensors(run->optim, tensor, count, scale, lr, step);
         device_sync(&run->dev);
     }
 }

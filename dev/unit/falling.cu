@@ -1,5 +1,5 @@
 // Test of how v falls in its formats: it rises at once with a large gradient, and falls by 1 - beta2 of itself a step,
-// which to nearest may be lost each time. optim/README.md shows the table; dev/compare has the loss of training runs.
+// which to nearest may be lost each time. dev/results/falling.md has the table; dev/compare has losses of training.
 #include <omp.h>
 
 #include "rules.h"

@@ -188,38 +188,6 @@ FOLDER_TEST(folders_tokenizer_json) {
         write_text(work, "tokenizer.json", replaced(whole, "\"id\": 259", flagged));
         expect(!tokenizer_open(work, error) && strstr(error, "its added token \"<pad>\" has"), "%s: %s", flag, error);
     }
-    const char* const others[][2] = {
-        {"{\"type\": \"Whitespace\"}", "otherwise than"},
-        {"{\"type\": \"ByteLevel\", \"add_prefix_space\": true}", "otherwise than"},
-        {"{\"type\": \"ByteLevel\", \"use_regex\": false}", "otherwise than"},
-        {"null", "otherwise than"},
-    };
-    for (const auto& other : others) {
-        write_tokenizer(work, true, other[0]);
-        expect(!tokenizer_open(work, error) && strstr(error, other[1]), "%s: %s", other[0], error);
-    }
-    const char* const texts[][2] = {
-        {"{\"model\": {\"type\": \"Unigram\", \"vocab\": []}}", "of type Unigram"},
-        {"{\"model\": {\"type\": \"WordPiece\", \"vocab\": {}}}", "of type WordPiece"},
-        {"{}", "of type no"},
-        {"{\"model\": {\"type\": \"BPE\", \"vocab\": {}}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}", "no merges"},
-        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": [3]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
-         "no pair of texts"},
-        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": [\"a b\"]}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
-         "no pair of tokens"},
-        {"{\"model\": {\"vocab\": {\"a\": 0}, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
-         "no token for byte"},
-        {"{\"model\": {\"vocab\": {\"a\": -1}, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}",
-         "is not in 0 to"},
-        {"{\"model\": {\"vocab\": 1, \"merges\": []}, \"pre_tokenizer\": {\"type\": \"ByteLevel\"}}", "no vocabulary"},
-        {"[]", "of type no"},
-        {"{", "not valid JSON"},
-    };
-    for (const auto& text : texts) {
-        write_text(work, "tokenizer.json", text[0]);
-        expect(!tokenizer_open(work, error) && strstr(error, text[1]), "%s: %s", text[0], error);
-        expect(strstr(error, "; put the tokenizer's files there again, or name another folder"), "%s", error);
-    }
 }
 
 // The vocabulary of bytes is there for transformers, which reads it as we do: each byte is its number.
@@ -232,47 +200,6 @@ FOLDER_TEST(folders_tokenizer_of_bytes) {
     expect(bytes && tokenizer_tokens(bytes) == 256 && tokenizer_encode(bytes, text, 256, tokens, 256) == 256, "%s",
            error);
     for (int i = 0; i < 256; i++) expect(tokens[i] == i, "byte %d is token %d", i, tokens[i]);
-}
-
-// This is a member of a model's config.json, and whether nibble takes the model.
-FOLDER_TEST(folders_config_members) {
-    const std::tuple<const char*, bool> cases[] = {{"\"activation_function\": \"gelu_new\"", true},
-                                                   {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
-                                                   {"\"activation_function\": \"gelu\"", false},
-                                                   {"\"activation_function\": \"relu\"", false},
-                                                   {"\"activation_function\": 0", false},
-                                                   {"\"activation_function\": [\"gelu_new\"]", false},
-                                                   {"\"layer_norm_epsilon\": 1e-5", true},
-                                                   {"\"layer_norm_epsilon\": 0.00001", true},
-                                                   {"\"layer_norm_epsilon\": 1e-6", false},
-                                                   {"\"layer_norm_epsilon\": 1.1e-5", false},
-                                                   {"\"n_inner\": null", true},
-                                                   {"\"n_inner\": 256", true},
-                                                   {"\"n_inner\": 257", false},
-                                                   {"\"tie_word_embeddings\": true", true},
-                                                   {"\"tie_word_embeddings\": false", false},
-                                                   {"\"scale_attn_weights\": false", false},
-                                                   {"\"scale_attn_by_inverse_layer_idx\": false", true},
-                                                   {"\"scale_attn_by_inverse_layer_idx\": true", false},
-                                                   {"\"reorder_and_upcast_attn\": true", false},
-                                                   {"\"add_cross_attention\": true", false},
-                                                   {"\"quantization_config\": {\"bits\": 4}", false},
-                                                   {"\"model_type\": \"gpt_neo\"", false},
-                                                   {"\"n_layer\": \"2\"", false},
-                                                   {"\"n_layer\": null", false},
-                                                   {"\"n_layer\": 2.5", false},
-                                                   {"\"n_layer\": -1", false},
-                                                   {"\"use_cache\": true", true}};
-    for (const auto& [member, taken] : cases) {
-        Gpt2Shape shape;
-        bool layers = strncmp(member, "\"n_layer", 8) == 0, type = strncmp(member, "\"model_type", 11) == 0;
-        const char* text = formatted("{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
-                                     layers ? "" : ", \"n_layer\": 2", member);
-        write_text(work, "config.json", text);
-        bool good = gpt2_config_read(work, &shape, error);
-        expect(good == taken, "%s: %s", text, good ? "taken" : error);
-        if (good) expect(shape.layers == 2 && shape.channels == 64 && shape.heads == 12, "%s: another shape", text);
-    }
 }
 
 // Sizes give GPT-3's shapes where its table has them, and elsewhere nearly as many parameters as asked for in heads

@@ -223,8 +223,8 @@ static void law_chunks(Test* test, const OptimConfig& config, int, bool gpu) {
         open(&parts, chunks, OPTIM_FP32, gpu), run_steps(&parts, 1, 4, how);
         expect_same(test, &whole, &parts, formatted("%s, chunks of %d tiles", describe(&config), (int)tiles));
         expect_planned(test, &parts, config.rule);
-        const OptimParts its = optim_parts(parts.optim);
-        MatrixPlan plan = matrix_plan(its.dev, its.plan, 0, its.tensors, its.count);
+        const Optim* its = parts.optim;
+        MatrixPlan plan = matrix_plan(its->dev, its->plan, 0, its->tensors, its->count);
         expect(plan.chunks > 1, "%s: one chunk of %lld tiles", config.rule, (long long)tiles);
         matrix_plan_free(&plan);
     }

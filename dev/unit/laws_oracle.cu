@@ -70,7 +70,7 @@ static float case_gradient(int64_t step, int t, int64_t i) {
 template <class R>
 static Whole<R> oracle_of(const Case& c, const OptimRun* run, int t, int part, bool rounds) {
     const OptimTensor& tensor = run->tensor[t];
-    const Plan* plan = optim_parts(run->optim).plan;
+    const Plan* plan = run->optim->plan;
     Whole<R> w;
     w.config = &plan->launch[plan->launch_of[t]].config, w.settings = plan->group[plan->group_of[t]];
     w.rows = tensor.rows / tensor.parts, w.cols = tensor.cols;
@@ -140,7 +140,7 @@ static double check_case(Test* test, const Case& c, const char* grads, bool gpu)
     }
     run_steps(&run, 1, STEPS, how);
     for (int t = 0; t < count; t++) {
-        const Plan* plan = optim_parts(run.optim).plan;
+        const Plan* plan = run.optim->plan;
         const RuleRow* rule = plan->launch[plan->launch_of[t]].rows.rule;
         if (gpu && !rule->matrix) continue;
         optim_get_weights(run.optim, t, got);

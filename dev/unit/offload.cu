@@ -55,11 +55,10 @@ static void pair_steps(Pair* pair) {
     how.context = &pair->arena;
     how.take = [](void* arena, OptimRun* run, const void* grads, const float* scale, float lr, int step) {
         ((Arena*)arena)->step = {0.0f, lr, step};
-        const Plan* plan = optim_parts(run->optim).plan;
+        const Plan* plan = run->optim->plan;
         const int64_t bytes = is(run->config.grads, "bf16") ? 2 : 4;
         for (int t = 0; t < COUNT; t++) {
-            const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset + plan->here[t].begin;
-            optim_tensor_grads(run->optim, t, (const char*)grads + at * bytes);
+            optim_tensor_grads(run->optim, t, (const char*)grads + first_here(plan, t) * bytes);
         }
         offload_step((Arena*)arena, scale);
         device_sync(&run->dev);

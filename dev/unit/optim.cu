@@ -271,9 +271,6 @@ TEST(optim_refusals) {
         {"adamw", WITH(c->grads = nullptr), "--grads: \"\"", "fp32, bf16"},
         {"adamw", WITH(c->m = "fp23"), "--m: \"fp23\"", "mean fp32?"},
         {"adamw", WITH(c->v = "bf16-sr"), "--v: \"bf16-sr\"", "mean bf16:sr?"},
-        {"adamw", WITH(c->v = "log8/256:sr"), "--v log8/256:sr was removed: ", "type adalog8"},
-        {"adamw", WITH(c->m = "soft8@bf16:sr"), "--m soft8@bf16:sr was removed: ", "@e8m0"},
-        {"adamw", WITH(c->weights = "fp16:sr"), "--weights fp16:sr was removed: ", "type bf16:sr"},
         // The part before the block decides which name is nearest.
         {"adamw", WITH(c->m = "sqrt4"), "--m: \"sqrt4/128\"", ""},
         {"adamw", WITH(c->m = "dyn8/257"), "--m: ", "mean dyn8/256?"},

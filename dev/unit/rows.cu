@@ -1,6 +1,6 @@
-// Tests of rules that read rows, columns and tensors (optim/rows.cuh), and of --limit-growth: conversions on load, how
-// the limiter begins and resumes, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
-#include "../../optim/rows.h"
+// Tests of rules that read rows, columns and tensors (optim/rows/rows.cuh), and of --limit-growth: conversions on load,
+// how the limiter begins and resumes, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
+#include "../../optim/rows/rows.h"
 #include "laws.h"
 
 constexpr int TENSORS = MODEL_COUNT;

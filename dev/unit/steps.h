@@ -6,7 +6,7 @@
 
 #include "../../kernels/ranks/slices.cuh"
 #include "../../optim/table.cuh"
-#include "../../optim/plan.h"
+#include "../../optim/made.h"
 #include "../room.h"
 #include "rules.h"
 
@@ -180,6 +180,14 @@ inline void run_steps(OptimRun* run, int first, int last, const Steps& how = Ste
 // Copies bytes of device memory to host memory, which goes with the run.
 inline void* to_host(const OptimRun* run, const void* data, int64_t bytes) {
     return run->room.to_host((const char*)data, bytes);
+}
+
+// Returns the stream of this name; its data and name are NULL if there is none.
+inline OptimStream optim_stream_named(const Optim* optim, const char* name) {
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        if (is(optim_stream(optim, i).name, name)) return optim_stream(optim, i);
+    }
+    return {};
 }
 
 // Copies a stored array to such memory; NULL if there is none.

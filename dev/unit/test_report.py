@@ -22,7 +22,7 @@ import time
 from cases import run_cases
 from compare_case import COMPARE, SWEEP, Case, missing_tools
 
-REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "pareto.png", "report.html")
+REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "bytes.png", "report.html")
 
 
 def test_diverged_and_dead_runs(case):
@@ -125,9 +125,7 @@ def test_report_twice_is_the_same(case):
     for name in REPORT:
         assert (case.out / name).read_bytes() == (there / name).read_bytes(), name
     page = (case.out / "report.html").read_text()
-    assert page.count("embed_item(item)") == 1 and len(page) > 1000000, "the program is inside"
-    head, body = page.split("<script>")[0], page.split("</script>")[1]
-    assert "<link" not in page and "<script src" not in page and "http" not in head + body
+    assert page.count("data:image/png;base64,") == 3 and not re.search("<link|<script|https?:", page)
     assert max(map(len, (case.out / "runs.jsonl").read_text().split("\n"))) < 10000
 
 
@@ -144,56 +142,56 @@ def test_report_of_nothing_and_of_a_part(case):
     assert sorted(path.name for path in case.out.iterdir()) == ["report.html", "runs.jsonl", "table.csv", "table.md"]
 
 
-def row_of(name, group, size, level, *ends):
-    """Makes a row whose runs have ended in this way."""
-    sys.path.insert(0, str(COMPARE))
-    from table import Row
+def test_curves(case):
+    """Bands are standard errors, one seed has none; a panel has eight lines, its height is that of the last two thirds."""
+    sys.path.insert(0, str(COMPARE.parent))
+    from curves import MOST, Curve, heights, mean_curve, parts_of, spread
 
-    bytes_ = {"state_bytes": size - 2, "weights_bytes": 2}
-    records = {seed: {"status": end, "final_loss": 4.0, **bytes_} for seed, end in enumerate(ends)}
-    return Row(name, group, "a", len(ends), set(), records, level=level)
-
-
-def test_picture_of_bytes_and_losses(case):
-    """A row of which a seed is not done is hollow and not among the best; the first group is over the others."""
-    sys.path.insert(0, str(COMPARE))
-    from PIL import Image
-
-    from curves import front
-    from draw import COLOURS, draw_pareto
-
-    table = [row_of("a", "one", 14, 0.0, "done"), row_of("b", "one", 3, -0.1, "done", "diverged")]
-    table += [row_of("c", "one", 4, 0.1, "done", "done"), row_of("d", "two", 4, 0.1, "done")]
-    assert [row.name for row in front(table)] == ["c", "a"]
-    draw_pareto(table, {"baseline": "a"}, case.folder / "pareto.png")
-    counts = {colour: number for number, colour in Image.open(case.folder / "pareto.png").convert("RGB").getcolors()}
-    first, second = (counts[tuple(bytes.fromhex(colour[1:]))] for colour in COLOURS[:2])
-    assert 2.2 * second < first < 3.8 * second, (first, second)  # two dots, a ring and the legend's; the legend's alone
-    assert len(set(COLOURS)) == 8, "as many as d6 has groups"
+    two = mean_curve("two", [{1: (10, 4.0), 2: (20, 3.0), 3: (30, 2.0)}, {1: (12, 4.2), 2: (24, 3.0), 9: (90, 1.0)}])
+    assert (two.x, two.seeds) == ([11, 22], 2) and math.isclose(two.y[0], 4.1) and two.y[1] == 3.0, two
+    assert math.isclose(two.errors[0], 0.1) and two.errors[1] == 0.0, two.errors
+    one = mean_curve("one", [{1: (10, 5.0)}])
+    assert not one.errors and one.label == "one  5.0000 (1 seed)", one.label
+    assert two.label == "two  3.0000 ± 0.0000 (2 seeds)", two.label
+    many = [Curve(str(i), [0, 1], [9.0, float(-i)]) for i in range(10)]
+    parts = parts_of([two, *many], two)
+    assert [len(part) for part in parts] == [MOST, 4] and all(part[0] is two for part in parts)
+    assert [curve.name for curve in parts[0][1:3]] == ["9", "8"], "the lowest first"
+    low, high = heights([Curve("a", [0, 1, 2, 3], [9.0, 5.0, 4.0, 3.0], 2, [0.0, 0.5, 0.0, 1.0])], [])
+    assert low < 2.0 < 5.5 < high < 6.0, (low, high)
+    wanted = [0, 1, 2, 50, 100, 100]
+    places = spread(wanted, 0, 100, 10)
+    assert all(b - a >= 10 - 1e-9 for a, b in zip(places, places[1:])) and 0 <= places[0] and places[-1] <= 100, places
+    assert places[3] == 50, "a name that is alone is beside its line"
 
 
-def test_labels_are_beside_their_dots(case):
-    """No other dot that has a name is nearer to one, unless a line leads to its own."""
+def test_names_are_beside_their_dots(case):
+    """No name lies over another one or over a dot."""
     sys.path.insert(0, str(COMPARE))
     import random
 
-    from draw import place_labels, plt
+    from draw import beside, matplotlib, plt
 
-    for seed in range(3):
-        draw = random.Random(seed)
-        points = [(draw.gauss(0, 1), draw.gauss(0, 1), f"adamw{i}") for i in range(8)] + [(9, 9, "a"), (-9, -9, "b")]
-        figure, axes = plt.subplots()
-        axes.plot(*zip(*(point[:2] for point in points)), "o")
-        place_labels(figure, axes, points, [point[:2] for point in points])
-        at = {text: axes.transData.transform((x, y)) for x, y, text in points}
-        lines = [its.xy for its in axes.texts if not its.get_text()]
-        names = [its for its in axes.texts if its.get_text()]
-        for its in names:
-            box = its.get_window_extent()
-            away = {text: math.hypot(*(max(box.min[i] - x[i], x[i] - box.max[i], 0) for i in (0, 1))) for text, x in at.items()}
-            assert away[its.get_text()] <= min(away.values()) + 1 or its.xy in lines, (its.get_text(), away)
-        assert len(names) == 10 and lines, f"{len(names)} have one, {len(lines)} with a line"
-        plt.close(figure)
+    draw = random.Random(1)
+    points = [(draw.gauss(0, 1), draw.gauss(0, 1), f"adamw{i}") for i in range(8)] + [(9, 9, "a"), (-9, -9, "b")]
+    figure, axes = plt.subplots()
+    axes.plot(*zip(*(point[:2] for point in points)), "o")
+    beside(axes, points)
+    boxes = [matplotlib.text.Text.get_window_extent(name) for name in axes.texts]
+    dots = [axes.transData.transform(point[:2]) for point in points]
+    assert len(boxes) == 10 and not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    plt.close(figure)
+
+
+def test_rates(case):
+    """A sweep of rates has a picture of them, and its page too."""
+    text = SWEEP.replace("steps = 4", "steps = 2") + '[[run]]\nname = "{rule} {lr}"\nrule = "lion"\nlr = [0.001, 0.002, 0.003]\n'
+    case.run('picture = ["a", "b"]\n' + text)
+    assert (case.out / "rates.png").exists() and (case.out / "picture.png").exists()
+    assert (case.out / "report.html").read_text().count("data:image/png") == 5
+    case.run(SWEEP.replace("steps = 4", "steps = 2"), "--report-only")
+    assert not (case.out / "rates.png").exists() and not (case.out / "picture.png").exists()
 
 
 def test_differences(case):
@@ -304,71 +302,37 @@ def test_committed_reports(case):
         out.mkdir()
         shutil.copy(folder / "runs.jsonl", out)
         case.run(COMPARE / "sweeps" / f"{folder.name}.toml", "--report-only", "--out", out, "--trainer", "none")
-        for name in REPORT[:5] + (("presets.png",) if (out / "presets.png").exists() else ()):
-            assert (folder / name).read_bytes() == (out / name).read_bytes(), f"{folder / name}: type --report-only"
+        for path in out.iterdir():
+            if path.name != "report.html":
+                assert (folder / path.name).read_bytes() == path.read_bytes(), f"{folder / path.name}: type --report-only"
         page_has_the_tables_figures(out, study(folder.name))
     assert folders, "no study is there"
 
 
-def objects(node, kind):
-    """Returns the attributes of all objects of a kind in Bokeh's JSON."""
-    if isinstance(node, dict):
-        if node.get("name") == kind:
-            yield node["attributes"]
-        node = list(node.values())
-    for its in node if isinstance(node, list) else ():
-        if isinstance(its, (dict, list)):
-            yield from objects(its, kind)
-
-
 def page_has_the_tables_figures(out, rows):
-    """report.html against table.csv, of a baseline with several seeds: the picture of bytes and losses, the ends of the
-    curves, the band, and the cells."""
+    """The cells of report.html, and the ends of the curves of differences, are those of table.csv."""
     text = (out / "report.html").read_text()
-    figures = json.loads(re.search(r"for \(const item of (\[.*\])\) Bokeh", text)[1].replace("<\\/", "</"))
-    base = next(row for row in rows.values() if not row["difference"])
-    seen, ends, bands = {}, {}, []
-    for drawn in objects(figures, "GlyphRenderer"):
-        if "attributes" not in drawn["data_source"]:  # bars, whose dots came before with the same data
-            continue
-        data = dict(drawn["data_source"]["attributes"]["data"]["entries"])
-        if "low" in data:
-            seen |= {name: its for name, *its in zip(*(data[key] for key in ("name", "x", "y", "low", "high")))}
-        elif "y1" in data:
-            bands.append(data)
-        elif "name" in drawn:
-            ends.setdefault(drawn["name"], []).append(data["y"][-1])
-    labels = filter(None, (re.fullmatch(r"(.*) \(([+-][\d.]+)(?: to (.*))?\)", name, re.S) for name in ends))
-    labels = {label[1]: label for label in labels}
-    assert set(seen) == set(rows), set(seen) ^ set(rows)
-    assert rows[list(seen)[-1]]["group"] == next(iter(rows.values()))["group"], "the first group is drawn last"
     for name, row in rows.items():
-        x, y, low, high = seen[name]
-        size = float(row["state_bytes"]) + float(row["weights_bytes"])  # of four digits each
-        assert abs(x - size) < 0.0011, (name, x, row)
         line = re.search(f"<tr><td>{re.escape(html.escape(name))}</td>.*", text)[0]
         cells = re.findall("<td>(.*?)</td>", line)
         assert abs(float(cells[6]) - float(row["final_loss"])) < 5.1e-5, (line, row)
         if row["difference"]:
-            difference, label = float(row["difference"]), labels[name]
-            assert label[3] == (None if row["baseline"] == base["configuration"] else row["baseline"]), (label, row)
-            assert abs(ends[label[0]][0] - difference) < 6e-6, (label, row)  # curves have five digits, the table six
-            assert max(abs(float(its) - difference) for its in (label[2], cells[7])) < 5.1e-5, (label, line, row)
-        if row["baseline"] == base["configuration"] != name:
-            error = float(row["standard_error"] or 0)
-            for its, right in zip((y, high - y, y - low), (difference, error, error)):
-                assert abs(its - right) < 6e-6, (name, its, row)
+            assert abs(float(cells[7].split()[0]) - float(row["difference"])) < 5.1e-5, (line, row)
         assert cells[10] == (html.escape(row["baseline"]) if row["difference"] else ""), (line, row)
-        assert abs(ends[name][-2] - float(row["final_loss"])) < 6e-6, (name, ends[name], row)
-    range_ = next(its for its in objects(figures[0], "Range1d") if its["start"] < 0)
-    inside = sum(range_["start"] < y < range_["end"] for _, y, _, _ in seen.values())
-    assert inside >= (0.8 if len(seen) > 5 else 1) * len(seen), (inside, range_)
-    records = map(json.loads, (out / "runs.jsonl").read_text().split("\n")[:-1])
-    ended = [its["final_loss"] for its in records if its["name"] == base["configuration"]]
-    for band in bands:
-        assert math.isclose(band["y2"][-1], statistics.stdev(ended)) and band["y1"][-1] == -band["y2"][-1], band
-    assert bool(bands) == (len(ended) > 1), "a band is what the baseline's seeds scatter"
-    assert {its["click_policy"] for its in objects(figures, "Legend")} == {"hide"}
+
+
+def test_paths_end_at_the_tables_figures(case):
+    """The differences that difference.png draws end at the table's, with the table's errors."""
+    sys.path.insert(0, str(COMPARE))
+    import record
+    import sweep
+    from table import rows
+
+    table, _ = rows(sweep.load(COMPARE / "sweeps" / "d6_fp8.toml", []), record.read_all(COMPARE / "results" / "d6_fp8" / record.FILE))
+    ends = [(row, list(row.path.values())[-1]) for row in table if row.path]
+    assert len(ends) > 3
+    for row, end in ends:
+        assert end == (row.difference, row.error, row.pairs), (row, end)
 
 
 def study(name):

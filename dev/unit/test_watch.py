@@ -381,10 +381,21 @@ def test_plot(case):
     for axis in ("step", "tokens", "time"):
         done = case.run("plot.py", *runs, "-o", f"{axis}.png", "--x", axis, "--smooth", 4)
         assert done.returncode == 0 and (case.folder / f"{axis}.png").read_bytes().startswith(b"\x89PNG"), done
-    wide, narrow = (case.folder / "step.png").read_bytes(), case.run("plot.py", runs[1], "-o", "b.png")
-    assert narrow.returncode == 0
-    width = [int.from_bytes(data[16:20], "big") for data in (wide, (case.folder / "b.png").read_bytes())]
-    assert width == [1950, 1200], "evaluations have a plot beside the loss"
+    tall, low = (case.folder / "step.png").read_bytes(), case.run("plot.py", runs[1], "-o", "b.png")
+    assert low.returncode == 0
+    height = [int.from_bytes(data[20:24], "big") for data in (tall, (case.folder / "b.png").read_bytes())]
+    assert height[0] == 2 * height[1], "evaluations have a panel below the loss"
+    seeds = [case.log(f"s{i}", CONFIG | {"options": OPTIONS | {"seed": i}}, val(1, 3.0 + i), train(1)) for i in (1, 2)]
+    done = case.run("plot.py", *seeds, f"x={runs[0]}", "-o", "seeds.svg")
+    shown = (case.folder / "seeds.svg").read_text()
+    assert done.returncode == 0 and "s1  4.5000 ± 0.5000 (2 seeds)" in shown and "x  2.0000 (1 seed)" in shown, done
+    records = [{"name": "a", "seed": i, "status": "done", "val": [[4, 2.5 + i]], "train": []} for i in (1, 2)]
+    records = [json.dumps(its | {"tokens_per_step": 8, "tokens_per_second": 4}) for its in records]
+    (case.folder / "runs.jsonl").write_text("\n".join(records) + "\n")
+    done = case.run("plot.py", "study=runs.jsonl:a", "-o", "study.svg", "--x", "time")
+    shown = (case.folder / "study.svg").read_text()
+    assert done.returncode == 0 and "study  4.0000 ± 0.5000 (2 seeds)" in shown, done
+    case.refuse("plot.py", "no run of 'b' is done in it; it has a", "runs.jsonl:b")
     done = case.run("plot.py", *(case.log(name, CONFIG, train(1)) for name in ("_x", "$x^$", os.fsdecode(b"\xff"))))
     assert done.returncode == 0 and not done.stderr, "the names of folders are no formulas, and may be of any bytes"
     (case.runs / "notes.txt").write_text("mine"), (case.runs / "empty").mkdir()

@@ -254,7 +254,6 @@ struct StochasticLevels : LevelFormat<StochasticLevels<Map>, Map> {
     // On a GPU a line lies in 8 copies side by side, one for each of the 8 lanes that are served at a time.
     struct Table {
         LevelTable<Map, 16> list;
-        float min[COUNT];  // y of code + 1
         Line line[Cells::COUNT * 8];
     };
 
@@ -351,26 +350,9 @@ struct StochasticLevels : LevelFormat<StochasticLevels<Map>, Map> {
 
     static OPTIM_HOST void fill(Table* table) {
         table->list.fill();
-        for (int code = 0; code + 1 < COUNT; code++) {
-            double bound = Map::bound(code);
-            float min = (float)bound;
-            if ((double)min < bound) min = bits_float(float_bits(min) + (bound > 0.0 ? 1u : ~0u));
-            table->min[code] = min;
-        }
-        table->min[COUNT - 1] = 2.0f;
         Bends bends;
         find_bends(&bends);
         for (int i = 0; i < Cells::COUNT * 8; i++) table->line[i] = make_line(&bends, i / 8);
-    }
-
-    // Returns the code that Levels gives a number that is written from outside.
-    static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
-        float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
-        y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
-        int code = 0;
-        for (int step = COUNT / 2; step > 0; step /= 2) code += y >= table->min[code + step - 1] ? step : 0;
-        code = code == 0 && !SIGNED ? 1 : code;
-        return (uint32_t)(code > lowest ? code : lowest);
     }
 
 #ifdef __CUDACC__

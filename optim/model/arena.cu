@@ -1,5 +1,5 @@
 // See arena.h: how weights, gradients and states are kept, and how weights are set.
-#include "../../kernels/initial.cuh"
+#include "../../kernels/random.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "model.h"
 
@@ -128,7 +128,7 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     if (!config->keeps_copy) weights += decoded_bytes(a, config).room;
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(a, config);
-    int64_t other = squares_bytes(a) + (takes_parts(a) ? release_bytes(a) : 0);
+    int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
     if (a->shard) other += shard_bytes(a->shard);
     return {weights, states, arena_grads_bytes(a), other, optim.host};
 }
@@ -140,7 +140,7 @@ int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states
 
 // Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.
 static void point_to_sums(const Arena* a) {
-    const Plan* plan = optim_parts(a->optim).plan;
+    const Plan* plan = a->optim->plan;
     const int64_t bytes = a->grads_bf16 ? 2 : 4;
     const bool apart = !a->releases && shard_splits(a->shard, SHARD_GRADS);
     for (int t = 0; t < a->count; t++) {
@@ -168,17 +168,20 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     point_to_sums(a);
     if (config->offload) a->offload = offload_open(a);
-    if (takes_parts(a)) a->release = release_open(a);
+    a->by_parts = takes_parts(a);
+    if (!a->by_parts) return;
+    a->part_square = (double*)device_alloc(a->dev, part_square_bytes(a));
+    device_zero(a->dev, a->part_square, part_square_bytes(a));
+    a->factor = (float*)(a->part_square + a->layers + 2), a->last_norm = a->factor + PART_TENSORS;
 }
 
 void arena_close(Arena* a) {
     if (!a->optim || shard_splits(a->shard, SHARD_STATES)) device_free(a->dev, a->weights);
     decoded_close(a->decoded);
-    release_close(a);
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
-    device_free(a->dev, a->grads), device_free(a->dev, a->squares);
+    device_free(a->dev, a->grads), device_free(a->dev, a->squares), device_free(a->dev, a->part_square);
     free(a->tensors), free(a->part), free(a->order), free(a->place), free(a->slot);
 }
 
@@ -215,44 +218,15 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
-// Sets elements `start` to start + n - 1 of a tensor from values in device memory (optim_set_part). Returns false, and
-// sets nothing, if the tensor can only be set as a whole.
-static bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
-    decoded_forget(a->decoded);
-    return a->optim && optim_set_part(a->optim, t, start, n, values);
-}
-
-void arena_fill(Arena* a, int t, float value) {
-    const int64_t n = a->tensors[t].rows * a->tensors[t].cols;
-    float* values = (float*)memory_take((size_t)n * sizeof(float));
-    for (int64_t i = 0; i < n; i++) values[i] = value;
+void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float mean, float deviation) {
+    const int64_t cols = a->tensors[t].cols;
+    float* values = (float*)memory_zero((size_t)(a->tensors[t].rows * cols), sizeof(float));
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < rows * cols; i++) {
+        values[i] = mean + deviation * random_normal(seed, (uint64_t)t, (uint64_t)i);
+    }
     arena_set(a, t, values);
     free(values);
-}
-
-// The device draws the numbers a piece at a time, and each piece is stored from device memory. Only formats with scales
-// of whole tensors need host memory.
-void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes) {
-    constexpr int64_t max = 1 << 24;  // elements of a piece
-    const int64_t n = a->tensors[t].rows * a->tensors[t].cols, used = rows * a->tensors[t].cols;
-    const int64_t room = bytes - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
-    void* own = room < few ? device_alloc(a->dev, NORMAL_LIST_BYTES + few) : nullptr;
-    uint32_t* list = (uint32_t*)(own ? own : memory);
-    float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
-    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < max ? fit : max;
-    for (int64_t start = 0; start < n; start += piece) {
-        const int64_t count = n - start < piece ? n - start : piece, left = used - start;
-        const int64_t normal = left < 0 ? 0 : left < count ? left : count;
-        initial_normals(a->dev, drawn, normal, seed, (uint64_t)t, start, deviation, list);
-        device_zero(a->dev, drawn + normal, (count - normal) * (int64_t)sizeof(float));
-        if (arena_set_part(a, t, start, count, drawn)) continue;
-        if (!whole) whole = (float*)memory_take((size_t)n * sizeof(float));
-        copy_to_host(a->dev, whole + start, drawn, count * (int64_t)sizeof(float));
-    }
-    if (whole) arena_set(a, t, whole);
-    device_sync(a->dev);
-    device_free(a->dev, own);
-    free(whole);
 }
 
 void arena_need(const Arena* a, int part, int next) {

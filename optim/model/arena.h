@@ -17,7 +17,6 @@
 struct Shard;
 typedef struct Decoded Decoded;
 typedef struct Offload Offload;
-typedef struct Release Release;
 
 // A step: its clipping, learning rate and number.
 struct ArenaStep {
@@ -45,16 +44,18 @@ struct Arena {
     int64_t dequant_bytes;  // bytes that arena_dequant_buffer needs
     bool scales_apart;      // products could read the codes of some matrices, but each rank has only its own codes
     // arena_open and arena_begin set these.
-    Optim* optim;      // owns the weights; NULL: the model only runs forward
-    void* weights;     // X; NULL: `decoded` has them
-    void* grads;       // G; NULL without optim
-    double* squares;   // of the gradients, for each tile
-    Decoded* decoded;  // NULL: weights are whole or spread
-    Release* release;  // NULL: a step has one norm and one factor
-    Offload* offload;  // NULL: states are in device memory
-    ArenaStep step;    // the step that arena_begin began
-    float* scalars;    // its scalars
-    bool stepping;     // the backward pass takes this step
+    Optim* optim;               // owns the weights; NULL: the model only runs forward
+    void* weights;              // X; NULL: `decoded` has them
+    void* grads;                // G; NULL without optim
+    double* squares;            // of the gradients, for each tile
+    Decoded* decoded;           // NULL: weights are whole or spread
+    Offload* offload;           // NULL: states are in device memory
+    bool by_parts;              // steps are taken part by part; otherwise a step has one norm and one factor
+    double* part_square;        // (layers + 2) device memory: squares of the gradients of each part
+    float *factor, *last_norm;  // (PART_TENSORS) of the tensors of a part; what the next step clips by (--clip-by last)
+    ArenaStep step;             // the step that arena_begin began
+    float* scalars;             // its scalars
+    bool stepping;              // the backward pass takes this step
 };
 
 // Allocates the arrays for `count` tensors, all zero; arena_close frees them.
@@ -102,11 +103,8 @@ void arena_dequant_buffer(const Arena* arena, void* buffer);
 // Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call optim_decode after the last
 // tensor.
 void arena_set(Arena* arena, int t, const float* values);
-// These do the same with one value for all elements, and with normal numbers of this standard deviation
-// (kernels/initial.cuh) in the first `rows` rows and zeros in the others. `memory`: `bytes` bytes of device memory that
-// may be overwritten.
-void arena_fill(Arena* arena, int t, float value);
-void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes);
+// Does the same with normal numbers (kernels/random.h) in the first `rows` rows and zeros in the others.
+void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float mean, float deviation);
 
 // Makes the weights of a part available to whatever is queued on the device's stream from here on. If ranks keep parts
 // of the weights, it also begins to gather those of layer `next`.

@@ -19,15 +19,15 @@ static DecodedKind decoded_kind(const Arena* a, const Plan* plan, int t) {
     return a->slot && a->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
-// Lays out the tensors that `takes` names (count): those of a layer one after another, two layers in turn, which the
-// embeddings share, then the last layernorm. Sets the bytes in place[t] at which these tensors begin, and returns the
-// bytes of all.
-static int64_t parts_room(const Arena* a, const bool* takes, int64_t element_bytes, int64_t* place) {
+// Lays out the tensors of a kind: those of a layer one after another, two layers in turn, which the embeddings share,
+// then the last layernorm. Sets the bytes in place[t] at which these tensors begin, and returns the bytes of all.
+static int64_t parts_room(const Arena* a, const Plan* plan, DecodedKind kind, int64_t* place) {
     const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
+    const int64_t element_bytes = a->type == OPTIM_FP32 ? 4 : 2;
     int64_t *used = (int64_t*)memory_zero((size_t)layers + 2, sizeof(int64_t)), layer = 0;
     for (int t = 0; t < a->count; t++) {
         int64_t* in = &used[a->part[t]];
-        if (!takes[t]) continue;
+        if (decoded_kind(a, plan, t) != kind) continue;
         place[t] = *in;
         *in += tensor_padded(&a->tensors[t]) * element_bytes;
     }
@@ -36,7 +36,8 @@ static int64_t parts_room(const Arena* a, const bool* takes, int64_t element_byt
     const int64_t shared = two > whole ? two : whole, bytes = shared + used[last];
     for (int t = 0; t < a->count; t++) {
         const int part = a->part[t];
-        if (takes[t]) place[t] += part < layers ? part % 2 * layer : part == last ? shared : 0;
+        if (decoded_kind(a, plan, t) != kind) continue;
+        place[t] += part < layers ? part % 2 * layer : part == last ? shared : 0;
     }
     free(used);
     return bytes;
@@ -44,15 +45,8 @@ static int64_t parts_room(const Arena* a, const bool* takes, int64_t element_byt
 
 // Sets Decoded::place.
 static DecodedBytes decoded_places(const Arena* a, const Plan* plan, int64_t* place) {
-    bool *decoded = (bool*)memory_zero(2 * (size_t)a->count + 1, sizeof(bool)), *operand = decoded + a->count;
-    for (int t = 0; t < a->count; t++) {
-        const DecodedKind kind = decoded_kind(a, plan, t);
-        decoded[t] = kind == DECODED, operand[t] = kind == OPERAND, place[t] = -1;
-    }
-    const int64_t element = compute_row(a->type)->stream[0].bits / 8;
-    const DecodedBytes bytes = {parts_room(a, decoded, element, place), parts_room(a, operand, element, place)};
-    free(decoded);
-    return bytes;
+    for (int t = 0; t < a->count; t++) place[t] = -1;
+    return {parts_room(a, plan, DECODED, place), parts_room(a, plan, OPERAND, place)};
 }
 
 DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
@@ -66,7 +60,7 @@ DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
 
 Decoded* decoded_open(const Arena* a) {
     Decoded* d = (Decoded*)memory_zero(1, sizeof(Decoded));
-    const Plan* plan = optim_parts(a->optim).plan;
+    const Plan* plan = a->optim->plan;
     const size_t count = (size_t)a->count + 1;
     ring_open(&d->ring, a->dev, 2, false);
     d->place = (int64_t*)memory_zero(count, sizeof(int64_t));

@@ -2,7 +2,7 @@
 // embeddings or the last layernorm.
 #pragma once
 #include "../../kernels/layer_ring.cuh"
-#include "../plan.h"
+#include "../made.h"
 #include "arena.h"
 
 // The tensors of a part in the arena's order.
@@ -77,6 +77,5 @@ void offload_step(const Arena* arena, const float* factor);
 //
 // Cost: a part's gradients are read once for its norm; two small kernels, and a launch of the step for each launch of
 // the optimizer.
-int64_t release_bytes(const Arena* arena);
-Release* release_open(const Arena* arena);
-void release_close(const Arena* arena);
+// Returns the bytes of Arena::part_square and of the numbers behind it.
+int64_t part_square_bytes(const Arena* arena);

@@ -86,7 +86,7 @@ int64_t offload_bytes(const Arena* a, const OptimConfig* config) {
 Offload* offload_open(const Arena* a) {
     Offload* o = (Offload*)memory_zero(1, sizeof(Offload));
     const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
-    o->optim = a->optim, o->plan = optim_parts(a->optim).plan;
+    o->optim = a->optim, o->plan = a->optim->plan;
     o->run = part_runs(a, o->plan);
     o->order = (int*)memory_take((size_t)(layers + 2) * sizeof(int));
     auto add = [&](int part) {
@@ -116,7 +116,7 @@ static void item_copy(const Offload* o, int64_t item, RingWay way) {
     char* there = o->slot[ring_slot(&o->ring, item)];
     each_array(o->plan, run, [&](int l, int k, int i, const StreamInfo& info, int64_t bytes) {
         const int64_t before = run->launch[l].begin - o->plan->launch[l].run.begin;
-        char* home = (char*)stream_data(&optim_kept(o->optim, l)[k], i) + stream_bytes(info, before);
+        char* home = (char*)stream_data(&o->optim->launch[l].kept[SLOT_M + k], i) + stream_bytes(info, before);
         ring_copy(&o->ring, way, way == RING_IN ? there : home, way == RING_IN ? home : there, bytes);
         there += aligned_bytes(bytes);
     });
@@ -130,27 +130,24 @@ static void item_fetch(Offload* o, int64_t item) {
     ring_filled(&o->ring, item);
 }
 
-// Tells the optimizer where the states of a part are.
+// Tells the optimizer where the states of a part are. Numbers of spans stay on the device.
 static void part_point(const Offload* o, int part, char* slot) {
-    const Plan* plan = o->plan;
     const PartRuns* run = &o->run[part];
-    Streams at[LAUNCHES][OPTIM_KEPT];
-    int64_t first[LAUNCHES];
-    for (int l = 0; l < plan->launches; l++) {
-        first[l] = (run->launch[l].begin - plan->launch[l].run.begin) / TILE_ELEMENTS;
+    for (int l = 0; l < o->plan->launches; l++) {
+        StepLaunch* launch = &o->optim->launch[l];
+        if (run->launch[l].begin == run->launch[l].end) continue;
+        launch->states = (uint32_t)((run->launch[l].begin - launch->plan->run.begin) / TILE_ELEMENTS);
         for (int k = 0; k < OPTIM_KEPT; k++) {
-            const Streams* kept = &optim_kept(o->optim, l)[k];  // numbers of spans stay on the device
-            at[l][k] = row_tile(slot_format(&plan->launch[l], (Slot)(SLOT_M + k)), *kept, first[l]);
+            const Slot kept = (Slot)(SLOT_M + k);
+            launch->at[k] = row_tile(slot_format(launch->plan, kept), launch->kept[kept], launch->states);
         }
     }
-    each_array(plan, run, [&](int l, int k, int i, const StreamInfo&, int64_t bytes) {
-        void** const arrays[ARRAYS] = {&at[l][k].codes, &at[l][k].scales, &at[l][k].third};
+    each_array(o->plan, run, [&](int l, int k, int i, const StreamInfo&, int64_t bytes) {
+        Streams* at = &o->optim->launch[l].at[k];
+        void** const arrays[ARRAYS] = {&at->codes, &at->scales, &at->third};
         *arrays[i] = slot;
         slot += aligned_bytes(bytes);
     });
-    for (int l = 0; l < plan->launches; l++) {
-        if (run->launch[l].begin < run->launch[l].end) optim_kept_at(o->optim, l, at[l], first[l]);
-    }
 }
 
 void offload_take(Offload* o, int part) {

@@ -6,11 +6,6 @@
 #include "../../kernels/ranks/shard.cuh"
 #include "model.h"
 
-struct Release {
-    double* square;        // (parts) device memory
-    float *factor, *last;  // (PART_TENSORS), scalar: device memory
-};
-
 PartList part_list(const Arena* a, int part) {
     PartList list = {};
     for (int t = 0; t < a->count; t++) {
@@ -29,38 +24,18 @@ static int parts_of(const Arena* a) {
     return a->layers + 2;
 }
 
-// Returns the bytes of the allocation for squares, factors and last.
-static int64_t numbers_bytes(const Arena* a) {
-    return parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float);
-}
-
-int64_t release_bytes(const Arena* a) {
-    return aligned_bytes(numbers_bytes(a));
-}
-
-Release* release_open(const Arena* a) {
-    Release* r = (Release*)memory_zero(1, sizeof(Release));
-    r->square = (double*)device_alloc(a->dev, numbers_bytes(a));
-    device_zero(a->dev, r->square, numbers_bytes(a));
-    r->factor = (float*)(r->square + parts_of(a));
-    r->last = r->factor + PART_TENSORS;
-    return r;
-}
-
-void release_close(const Arena* a) {
-    if (!a->release) return;
-    device_free(a->dev, a->release->square);
-    free(a->release);
+int64_t part_square_bytes(const Arena* a) {
+    return aligned_bytes(parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
 float arena_last_norm(const Arena* a) {
     float last = 0.0f;
-    if (a->release) copy_to_host(a->dev, &last, a->release->last, sizeof(last));
+    if (a->by_parts) copy_to_host(a->dev, &last, a->last_norm, sizeof(last));
     return last;
 }
 
 void arena_set_last_norm(const Arena* a, float last) {
-    if (a->release) copy_to_device(a->dev, a->release->last, &last, sizeof(last));
+    if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last, sizeof(last));
 }
 
 // Computes the squares of gradients that begin at `grads`, if there are no other ranks that have agreed on their sums'.
@@ -76,16 +51,16 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
     const int some = each ? 1 : list->count;
     offload_take(a->offload, part);
     for (int i = 0; i < list->count; i += some) {
-        optim_step_tensors(a->optim, list->tensor + i, nullptr, some, factor + i, a->step.lr, a->step.number);
+        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->step.lr, a->step.number);
     }
     offload_give(a->offload, part);
 }
 
 // Computes the norm of a part's gradients and steps the part.
 static void release_part(const Arena* a, int part) {
-    const Release* r = a->release;
     const PartList list = part_list(a, part);
-    const PartClip clip = {a->clip_by, a->step.clip, a->scalars + SCALAR_LOSS, r->last, r->square + part, r->factor};
+    const PartClip clip = {a->clip_by,   a->step.clip,          a->scalars + SCALAR_LOSS,
+                           a->last_norm, a->part_square + part, a->factor};
     PartTiles tiles = {{}, {}, list.count};
     named(a->dev, "optimizer");
     for (int i = 0; i < list.count; i++) {
@@ -95,7 +70,7 @@ static void release_part(const Arena* a, int part) {
         arena_squares(a, arena_at(a, a->grads, t, a->grads_bf16 ? 2 : 4), tiles.first[i], tiles.tiles[i]);
     }
     part_norm(a->dev, clip, a->squares, tiles);
-    part_step(a, part, &list, r->factor, a->clip_by == CLIP_TENSOR);
+    part_step(a, part, &list, a->factor, a->clip_by == CLIP_TENSOR);
 }
 
 void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
@@ -158,16 +133,13 @@ void offload_step(const Arena* a, const float* factor) {
         const PartList list = part < 0 ? PartList{} : part_list(a, part);
         if (part >= 0) part_step(a, part, &list, factor, false);
     }
-    optim_step_end(a->optim);
 }
 
 void arena_step(Arena* a, float* scalars) {
     if (!a->stepping) arena_agree(a);  // also waits for the last sums
-    if (a->release) {
+    if (a->by_parts) {
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
-        const Release* r = a->release;
-        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, r->last, r->square, parts_of(a));
-        optim_step_end(a->optim);
+        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, parts_of(a));
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");

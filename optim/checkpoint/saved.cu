@@ -1,0 +1,252 @@
+// The optimizer in a checkpoint (optim.h): its arrays, which files hold unsharded; its formats as JSON; and the options
+// of a run that resumes with other ones.
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../data/json.h"
+#include "../../kernels/ranks/collect.cuh"
+#include "../made.h"
+
+static bool is_in_model_file(const OptimStream* stream) {
+    return stream->is_weights && optim_model_dtype(stream->dtype);
+}
+
+const char* optim_saved_dtype(const Optim* optim, int tensor) {
+    const Plan* plan = optim->plan;
+    const char* dtype = plan->launch[plan->launch_of[tensor]].rows.weights->stream[0].dtype;
+    return optim_model_dtype(dtype) ? dtype : "F32";
+}
+
+struct OptimSaved {
+    const Optim* optim;
+    Plan* whole;  // of the whole arena
+    Shard* shard;
+    OptimStream extra;  // follows the optimizer's arrays; `name` NULL: none
+    OptimStream array[OPTIM_STREAMS];
+    int arrays;
+};
+
+// A tensor's bytes in an array of the optimizer.
+struct SavedPart {
+    int64_t begin, end;  // among those of the whole array
+    int64_t tile_bytes;
+    bool whole;        // one rank has all of them
+    const char* data;  // where they begin, or would, in this rank's array
+};
+
+static SavedPart part_of(const OptimSaved* saved, int t, Slot slot, int i) {
+    const Optim* optim = saved->optim;
+    const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(optim->plan, t, slot);
+    const ArrayBytes bytes = array_bytes(&all, i);
+    return {bytes.begin, bytes.begin + bytes.bytes, stream_bytes(all.format->stream[i], TILE_ELEMENTS),
+            config_reads_whole(&optim->plan->launch[optim->plan->launch_of[t]].config),
+            (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin};
+}
+
+// Copies bytes `begin` to `end` - 1 of a tensor, which begin at `data` on this rank, to rank 0's memory. `data` NULL:
+// they are in `to` already.
+static void part_read(const OptimSaved* saved, int t, const SavedPart* part, const char* data, int64_t begin,
+                      int64_t end, char* to) {
+    Shard* s = saved->shard;
+    const int64_t first = saved->optim->tensors[t].offset / TILE_ELEMENTS;
+    if (shard_splits(s, SHARD_STATES)) {
+        shard_collect(s, to, data, first, part->tile_bytes, part->whole, begin, end);
+    } else if (data && (!s || s->comm.rank == 0)) {
+        copy_to_host(saved->optim->dev, to, data + begin, end - begin);
+    }
+}
+
+void optim_saved_weights(void* context, int t, void* to) {
+    const OptimSaved* saved = (const OptimSaved*)context;
+    const OptimTensor* tensor = &saved->optim->tensors[t];
+    const Plan* plan = saved->optim->plan;
+    const FormatRow* format = plan->launch[plan->launch_of[t]].rows.weights;
+    SavedPart part = {0, 0, TILE_ELEMENTS * (int64_t)sizeof(float), false, nullptr};
+    if (optim_model_dtype(format->stream[0].dtype)) {
+        part = part_of(saved, t, SLOT_WEIGHTS, 0);
+    } else {
+        optim_get_weights(saved->optim, t, (float*)to);
+    }
+    const int64_t bytes = tensor->rows * tensor->cols * (part.tile_bytes / TILE_ELEMENTS);
+    part_read(saved, t, &part, part.data, 0, bytes, (char*)to);
+}
+
+OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream* extra) {
+    OptimSaved* saved = (OptimSaved*)memory_zero(1, sizeof(*saved));
+    OptimConfig whole = optim->config;
+    whole.runs = nullptr;
+    saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, optim->tensors, optim->count);
+    if (extra) saved->extra = *extra;
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        OptimStream stream = optim_stream(optim, i);
+        const Plan* plan = saved->whole;
+        const LaunchPlan* launch = &plan->launch[stream.index];
+        const bool weights = stream.slot == SLOT_WEIGHTS;
+        const ArenaRun* run = weights ? &plan->weights[stream.index].run : &launch->kept[stream.slot];
+        const FormatRow* format = weights ? plan->weights[stream.index].format : slot_format(launch, (Slot)stream.slot);
+        stream.elements = run_bytes(run, format->stream[stream.array]) / stream.element_bytes;
+        if (stream.elements > 0 && !is_in_model_file(&stream)) saved->array[saved->arrays++] = stream;
+    }
+    return saved;
+}
+
+int optim_saved_count(const OptimSaved* saved) {
+    return saved->arrays + (saved->extra.name ? 1 : 0);
+}
+
+OptimStream optim_saved_array(const OptimSaved* saved, int i) {
+    return i == saved->arrays ? saved->extra : saved->array[i];
+}
+
+void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
+    const OptimSaved* saved = (const OptimSaved*)context;
+    const OptimStream* stream = &saved->array[i];
+    if (i == saved->arrays) return copy_to_host(saved->optim->dev, to, (const char*)saved->extra.data + at, bytes);
+    for (int t = 0; t < saved->optim->count; t++) {
+        const Slot slot = (Slot)stream->slot;
+        const int launch = saved->whole->launch_of[t];
+        if ((slot == SLOT_WEIGHTS ? saved->whole->launch[launch].weights : launch) != stream->index) continue;
+        const SavedPart part = part_of(saved, t, slot, stream->array);
+        const int64_t begin = at > part.begin ? at : part.begin, end = at + bytes < part.end ? at + bytes : part.end;
+        if (begin >= end) continue;
+        part_read(saved, t, &part, part.data, begin - part.begin, end - part.begin, (char*)to + (begin - at));
+    }
+}
+
+void optim_saved_close(OptimSaved* saved) {
+    plan_free(saved->whole);
+    free(saved);
+}
+
+bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, int64_t elements) {
+    if (shard_splits(shard, SHARD_WEIGHTS)) return true;
+    if (weights) return shard_equal(shard, weights, elements * shard->weight_bytes);
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        const OptimStream stream = optim_stream(optim, i);
+        const int64_t bytes = stream.elements * stream.element_bytes;
+        if (stream.is_weights && !shard_equal(shard, stream.data, bytes)) return false;
+    }
+    return true;
+}
+
+char* optim_saved_formats(const OptimConfig* config) {
+    char* text = nullptr;
+    size_t bytes = 0;
+    const char* const formats[][2] = {{"rule", config->rule},
+                                      {"weights", config->weights},
+                                      {"m", config->m},
+                                      {"v", config->v},
+                                      {"override", config->overrides},
+                                      {"norms", config->limit_growth > 0.0f ? "fp32" : "none"}};
+    FILE* file = text_stream(&text, &bytes);
+    for (int i = 0; i < 6; i++) json_write_text_member(file, i ? ", " : "{", formats[i][0], formats[i][1]);
+    fputc('}', file);
+    fclose(file);
+    return text;
+}
+
+static bool stored_config(OptimStored* stored, const Json* formats, char* error) {
+    OptimConfig* config = &stored->config;
+    config->rule = json_string(formats, "rule", "");
+    config->weights = json_string(formats, "weights", "");
+    config->m = json_string(formats, "m", "");
+    config->v = json_string(formats, "v", "");
+    config->overrides = json_string(formats, "override", "");
+    config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
+    config->decay_mode = "coupled";  // any mode will do, since no array depends on it
+    config->stored = true;
+    return optim_resolve(config, error);
+}
+
+// Reads the caller's array, and no longer counts it among the optimizer's. Returns false if it was not read.
+static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
+    const int64_t bytes = extra->elements * extra->element_bytes;
+    const void* array = stored->array(stored->context, extra->name, extra->dtype, bytes);
+    if (array) stored->arrays--;
+    if (!array || !extra->data) return false;
+    void* values = memory_take((size_t)bytes);
+    stored->read(stored->context, array, 0, bytes, values);
+    copy_to_device(dev, extra->data, values, bytes);
+    free(values);
+    return true;
+}
+
+bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const Device* dev,
+                      const OptimStream* extra, bool* found, char* error) {
+    char reason[DATA_ERROR_BYTES];
+    if (!stored_config(stored, formats, reason)) {
+        return data_error(
+            error, "state.json: %s; for a new run with its weights type --model and the checkpoint's folder", reason);
+    }
+    *found = stored_extra(stored, dev, extra);
+    return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
+}
+
+// Resuming.
+
+__attribute__((format(printf, 2, 3))) static void changed(OptimResume* resume, const char* format, ...) {
+    const size_t used = strlen(resume->changed);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(resume->changed + used, resume->changed_bytes - used, format, arguments);
+    va_end(arguments);
+}
+
+// Resolves a copy of the options with other overrides into *config; returns false if they are invalid.
+static bool tried(const OptimResume* resume, const char* overrides, OptimConfig* config) {
+    char error[DATA_ERROR_BYTES];
+    *config = resume->config;
+    config->grads = "fp32", config->overrides = overrides;
+    return optim_resolve(config, error);
+}
+
+// Adapts v and the learning rate to another rule, unless they were typed. A v that the new rule cannot use is dropped,
+// and one that it needs is fp32. The learning rate becomes the new rule's usual one if that differs from the old
+// rule's.
+static void resume_rule(OptimResume* resume) {
+    OptimConfig config;
+    // The saved v, else the new rule's usual one, else fp32; if none will do, the refusal is that of the usual one.
+    for (const char* v : {"", "fp32", ""}) {
+        if (resume->v_typed || tried(resume, "none", &config)) break;
+        resume->config.v = v;
+    }
+    if (!tried(resume, "none", &config)) return;
+    const char* before = json_string(resume->options, "rule", config.rule);
+    resume->other_rule = strcmp(before, config.rule) != 0;
+    double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
+    if (resume->lr == old / 10) old /= 10, usual /= 10;  // of trained weights
+    if (resume->lr_typed || old == usual || resume->lr == usual) return;
+    changed(resume, " --lr %g, usual for %s (was %g, for %s)", usual, config.rule, resume->lr, before);
+    resume->lr = usual;
+}
+
+// Sets the overrides, once the other options are known: the typed ones; else those that the user had asked for ("none"
+// only with the same preset); else, if preset, rule and formats are the same, those that the run had; else "", the
+// preset's.
+static void resume_overrides(OptimResume* resume) {
+    const char* had = json_string(resume->formats, "override", "none");
+    const char *typed = resume->config.overrides, *preset = resume->config.preset;
+    const bool other = strcmp(json_string(resume->options, "preset", ""), preset) != 0;
+    OptimConfig config;
+    const bool known = tried(resume, "", &config);
+    const bool same = known && !other && strcmp(json_string(resume->formats, "rule", ""), config.rule) == 0 &&
+                      strcmp(json_string(resume->formats, "weights", ""), config.weights) == 0 &&
+                      strcmp(json_string(resume->formats, "m", ""), config.m) == 0 &&
+                      strcmp(json_string(resume->formats, "v", ""), config.v) == 0;
+    const bool has_own = known && strcmp(config.overrides, "none") != 0;
+    resume->asked = other && strcmp(had, "none") == 0 ? "" : text_copy(json_string(resume->options, "override", ""));
+    if (resume->overrides_typed) resume->asked = typed;
+    if (!resume->overrides_typed)
+        resume->config.overrides = *resume->asked ? resume->asked : same ? text_copy(had) : "";
+    if (!tried(resume, resume->config.overrides, &config)) return;
+    if (strcmp(config.overrides, had) != 0) {
+        changed(resume, " --override %s (was %s)", config.overrides, had);
+    } else if (!resume->overrides_typed && *resume->asked && other && has_own) {
+        changed(resume, " --override %s (the run's, not %s's)", had, preset);
+    }
+}
+
+void optim_resume(OptimResume* resume) {
+    resume_rule(resume);
+    resume_overrides(resume);
+}

@@ -1,0 +1,199 @@
+// See rows.h.
+#include "rows.h"
+
+#include "../each.cuh"
+#include "sums.cuh"
+
+// The plan.
+
+bool config_scaled(const OptimConfig* config) {
+    const bool by_rms = config->scale_by_rms && rule_of(config)->rows == ROWS_ADAFACTOR;
+    return config->limit_growth > 0.0f || by_rms;
+}
+
+bool update_reads_whole(const OptimConfig* config) {
+    return config->limit_growth > 0.0f || reads_whole(rule_of(config));
+}
+
+bool config_reads_whole(const OptimConfig* config) {
+    if (update_reads_whole(config)) return true;
+    const Rows rows = config_rows(config);
+    return measured(rows.weights) || measured(rows.m) || measured(rows.v);
+}
+
+static void passes_add(RowPlan* plan, const OptimConfig* config) {
+    for (int sum = SUM_SQUARES; sum <= SUM_STEP; sum++) {
+        const bool asked = sum == SUM_UPDATE    ? config->clip_update > 0.0f
+                           : sum == SUM_WEIGHTS ? config->scale_by_rms
+                           : sum == SUM_STEP    ? config->limit_growth > 0.0f
+                                                : true;
+        if (asked && sum_info((Sum)sum).rules >> rule_of(config)->rows & 1) plan->pass[plan->passes++] = (Sum)sum;
+    }
+}
+
+RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
+    const LaunchPlan* launch = &plan->launch[index];
+    const ArenaRun* run = &launch->run;
+    const Span span = format_span(launch->rows.v);
+    RowPlan result = {};
+    passes_add(&result, &launch->config);
+    result.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
+    bool columns = false;
+    int64_t tile = 0;
+    for (int i = 0; i < result.passes; i++) columns = columns || sum_info(result.pass[i]).has_columns;
+    for (int t = 0; t < count && result.passes > 0; t++) {
+        const OptimTensor* tensor = &tensors[t];
+        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
+        SumTensor* sum = &result.tensor[result.tensors++];
+        sum->tile = tile,
+        sum->kept = (plan->kept[t][SLOT_WEIGHTS].offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
+        tile += tensor_padded(tensor) / TILE_ELEMENTS;
+        sum->rows = tensor->rows, sum->cols = tensor->cols;
+        sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
+        sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
+        sum->ready = plan->ready[t];
+        sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
+        sum->group = (uint32_t)plan->group_of[t];
+        sum->block = result.blocks;
+        result.blocks += sum->slabs * sum->panels;
+        sum->settle = result.settles;
+        sum->settles = sum->rows + (columns ? sum->cols : 0);
+        result.settles += sum->settles;
+        sum->row_parts = result.parts;
+        sum->col_parts = sum->row_parts + sum->panels * sum->rows;
+        result.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
+    }
+    result.tensor[result.tensors].block = result.blocks, result.tensor[result.tensors].settle = result.settles;
+    return result;
+}
+
+RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
+    int64_t first = 0;
+    while (first < plan->tensors && plan->tensor[first].tile < begin) first++;
+    int64_t last = first;
+    while (last < plan->tensors && plan->tensor[last].tile < end) last++;
+    const SumTensor *begins = &plan->tensor[first], *ends = &plan->tensor[last];
+    return {first, last - first, begins->block, ends->block - begins->block, ends->settle - begins->settle};
+}
+
+void row_plan_free(RowPlan* plan) {
+    free(plan->tensor);
+    *plan = {};
+}
+
+// Sums, in plain C.
+
+OPTIM_INLINE void sum_load_run(const FormatRow& format, const Streams& whole, int64_t element, float* x) {
+    const StreamInfo* info = format.stream;
+    const Streams streams = tile_at(info[0], info[1], info[2], whole, element / TILE_ELEMENTS);
+    format.load(streams, (int)(element % TILE_ELEMENTS), x, SUM_LANE, NoiseKey{});
+}
+
+// Makes the partial sums of a slab and panel.
+static void sum_block(const Rows* rows, const SumPass& pass, int64_t slab, int64_t panel) {
+    const SumTensor& tensor = pass.tensor;
+    const Sum sum = pass.sums.sum;
+    float column[SUM_WARPS][SUM_COLS] = {};
+    const int64_t first = slab * SUM_ROWS, begin = panel * SUM_COLS;
+    const int64_t end = begin + SUM_COLS < tensor.cols ? begin + SUM_COLS : tensor.cols;
+    for (int64_t row = first; row < sum_end(tensor, slab); row++) {
+        float lane[32] = {}, x[1][SUM_LANE];
+        for (int64_t col = begin; col < end; col += SUM_LANE) {
+            const int held = (int)(end - col < SUM_LANE ? end - col : SUM_LANE);
+            const SumColumns numbers = sum_columns(sum, rows->rule->rows, pass, col, held);
+            sum_values(sum, *rows->rule, *rows->weights, *rows->grads, *rows->m, *rows->v, pass, numbers, row, col,
+                       held, x);
+            float* columns = &column[(row - first) % SUM_WARPS][col - begin];
+            lane[(col - begin) / SUM_LANE] = sum_squares(x[0], held, columns);
+        }
+        pass.sums.parts[tensor.row_parts + panel * tensor.rows + row] = sum_by_halves(lane);
+    }
+    for (int64_t col = begin; col < end && sum_info(sum).has_columns; col++) {
+        float whole = column[0][col - begin];
+        for (int w = 1; w < SUM_WARPS; w++) whole = exact_add(whole, column[w][col - begin]);
+        pass.sums.parts[tensor.col_parts + slab * tensor.cols + col] = whole;
+    }
+}
+
+void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArguments* step, const SumArguments* sums) {
+    if (!is_finite(*step->grad_scale)) return;  // the step changes nothing
+    for (int64_t t = 0; t < sums->tensors; t++) {
+        const SumTensor* tensor = &sums->tensor[t];
+        const TileStreams whole = tile_streams(*arrays, *step, step->tiles[tensor->tile]);
+        const SumPass pass = {*step, *sums, *tensor, whole, *step->grad_scale};
+#pragma omp parallel for schedule(static)
+        for (int64_t b = 0; b < tensor->slabs * tensor->panels; b++) {
+            sum_block(rows, pass, b / tensor->panels, b % tensor->panels);
+        }
+    }
+}
+
+// The end of a pass, in three loops: over rows and columns, tensors, and rows again. A row leaves its part of the
+// tensor's sum in the place of its first partial sum, and a tensor leaves its number in the place of its first row's.
+
+// Returns the tensor of a row or column, given its number in the loop, and in *i its number in the tensor.
+OPTIM_INLINE const SumTensor& settle_find(const SettleArguments& a, int64_t number, int64_t* i) {
+    const int64_t at = a.tensor[0].settle + number;
+    int64_t first = 0, end = a.tensors;
+    while (end - first > 1) {
+        const int64_t middle = (first + end) / 2;
+        (a.tensor[middle].settle <= at ? first : end) = middle;
+    }
+    *i = at - a.tensor[first].settle;
+    return a.tensor[first];
+}
+
+struct SettleParts {
+    SettleArguments a;
+
+    OPTIM_INLINE void at(int64_t number) const {
+        if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
+        SettleArguments now = a;
+        if (a.changing) now.one_minus_beta2 = a.changing[0], now.root2 = a.changing[1], now.root3 = a.changing[2];
+        int64_t i;
+        const SumTensor t = settle_find(a, number, &i);
+        if (i < t.rows) {
+            a.parts[t.row_parts + i] = settle_row(now, t, i);
+        } else if (sum_info(a.sum).has_columns) {
+            settle_column(now, t, i - t.rows);
+        }
+    }
+};
+
+struct SettleTensors {
+    SettleArguments a;
+
+    OPTIM_INLINE float lane(int64_t tensor, int lane) const {
+        const SumTensor& t = a.tensor[tensor];
+        float sum = 0.0f;
+        for (int64_t i = lane; i < t.rows; i += SETTLE_LANES) sum = exact_add(sum, a.parts[t.row_parts + i]);
+        return sum;
+    }
+    OPTIM_INLINE void end(int64_t tensor, float sum) const {
+        if (!is_finite(*a.grad_scale)) return;
+        const SumTensor& t = a.tensor[tensor];
+        const float whole = settle_tensor(a, t, sum);
+        a.parts[t.row_parts] = whole;
+        settle_norm(a, t, sum, whole);
+    }
+};
+
+struct SettleReady {
+    SettleArguments a;
+
+    OPTIM_INLINE void at(int64_t number) const {
+        if (!is_finite(*a.grad_scale)) return;
+        int64_t i;
+        const SumTensor t = settle_find(a, number, &i);
+        const float whole = a.parts[t.row_parts];
+        if (i < t.rows) settle_ready(a, t, i, whole);
+        for (int64_t k = i; k < settle_tiles(a, t); k += t.settles) settle_tile(a, t, k, whole);
+    }
+};
+
+void rows_settle(const Device* dev, const SettleArguments* settle) {
+    for_each(dev, SettleParts{*settle}, settle->numbers);
+    if (!(sum_info(settle->sum).whole >> settle->rule & 1)) return;
+    for_lanes<SETTLE_LANES>(dev, SettleTensors{*settle}, settle->tensors);
+    for_each(dev, SettleReady{*settle}, settle->numbers);
+}

@@ -1,0 +1,81 @@
+// The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold the numbers of one tensor
+// after another in the arena's order; and the end of a step that computed new ones.
+#include "../each.cuh"
+#include "../made.h"
+
+// The rows and columns to which rank-1 scales belong. A matrix of more than 2^31 rows or columns counts as a vector.
+struct SpanShape {
+    int64_t rows, cols;
+    bool columns;
+};
+
+static SpanShape span_shape(const OptimTensor* tensor) {
+    bool matrix = tensor->rows > 1 && tensor->rows <= 1ll << 31 && tensor->cols <= 1ll << 31;
+    if (matrix) return {tensor->rows, tensor->cols, true};
+    return {ceil_div(tensor->rows * tensor->cols, SPAN_BLOCK), SPAN_BLOCK, false};
+}
+
+Span format_span(const FormatRow* format) {
+    return format ? format->stream[1].span : SPAN_RUN;
+}
+
+bool measured(const FormatRow* format) {
+    return format_span(format) == SPAN_TENSOR || format_span(format) == SPAN_RANK1;
+}
+
+bool format_is_operand(const FormatRow* weights) {
+    bool alone = true;  // with a master, scales are no powers of two
+    for (int i = 1; i < 3; i++) alone = alone && (weights->stream[i].bits == 0 || weights->stream[i].span != SPAN_RUN);
+    return alone && strcmp(weights->stream[0].dtype, "F8_E4M3") == 0 && format_span(weights) == SPAN_TENSOR;
+}
+
+int64_t span_numbers(Span span, const OptimTensor* tensor) {
+    SpanShape shape = span_shape(tensor);
+    if (span == SPAN_TENSOR) return TENSOR_NUMBERS;
+    if (span == SPAN_ROWS || span == SPAN_SCALES) return tensor->rows;
+    if (span == SPAN_FACTORS) return tensor->rows + tensor->cols;
+    if (span == SPAN_PAIRS) return 2 * (tensor->rows + tensor->cols);
+    if (span == SPAN_NORM) return 1;
+    return span == SPAN_RANK1 ? shape.rows + (shape.columns ? shape.cols : 0) : 0;
+}
+
+int64_t ready_numbers(Span span, const OptimTensor* tensor) {
+    if (!is_by_columns(span)) return span_numbers(span, tensor);
+    return (span == SPAN_PAIRS ? 2 : 1) * ready_pair(tensor->rows, tensor->cols);
+}
+
+SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {
+    SpanShape shape = span_shape(tensor);
+    SpanTile tile = {at, 1, 1, 0, 0, 0, first == 0};
+    if (is_by_rows(span)) {
+        if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
+            user_error(
+                "%s has %lld rows of %lld elements, and rules that read rows take fewer than 2^31 of each; give "
+                "it rule=adamw",
+                tensor->name, (long long)tensor->rows, (long long)tensor->cols);
+        }
+        shape = {tensor->rows, tensor->cols, false};
+    }
+    if (span != SPAN_RANK1 && !is_by_rows(span)) return tile;
+    tile.rows = (uint32_t)shape.rows;
+    tile.cols = (uint32_t)shape.cols;
+    tile.row = (uint32_t)(first / shape.cols);
+    tile.col = (uint32_t)(first % shape.cols);
+    tile.columns = shape.columns;
+    return tile;
+}
+
+struct SettleNumbers {
+    float *now, *next;
+    const float* grad_scale;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        if (!is_finite(*grad_scale)) return;
+        now[i] = next[i];
+        next[i] = 0.0f;
+    }
+};
+
+void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
+    for_each(dev, SettleNumbers{settle->now, settle->next, grad_scale}, settle->count);
+}
