@@ -6,11 +6,15 @@
 // attention_append puts the rows' own keys and values there first; several rows may belong to one sequence. Cost: the
 // keys and values that a row sees are read once, 4 C position bytes in bf16.
 //
-// GPU: a block for each head and row. A group of threads that together hold a key (HS / 8 of them in bf16, 16 bytes
-// each) walks over every 64th key with its own running maximum, sum and output, and the block merges these at the end,
-// in order. So a row's bits depend on its keys alone.
+// GPU: four blocks for each head and row, so that the 12 heads of a GPT-2 keep 48 multiprocessors busy. A group of
+// threads that together hold a key (HS / 8 of them in bf16, 16 bytes each) walks over every 128th key with its own
+// running maximum, sum and output. At the end a block merges its groups, and the first block the four blocks, which are
+// a cluster and read each other's shared memory, in order. So a row's bits depend on its keys alone.
 #pragma once
 #include "attention.cuh"
+#ifdef __CUDACC__
+#include <cooperative_groups.h>
+#endif
 
 struct AttentionCache {
     int S, T;             // sequences, and tokens that each has room for
@@ -54,7 +58,8 @@ inline void attention_decode_cpu(float* out, const float* qkv, const float* cach
 }
 
 #ifdef __CUDACC__
-constexpr int ATTENTION_DECODE_THREADS = 512;
+constexpr int ATTENTION_DECODE_THREADS = 256;
+constexpr int ATTENTION_DECODE_PARTS = 4;  // blocks of a head and row on Hopper; older GPUs have no clusters: 1
 constexpr int ATTENTION_DECODE_AHEAD = 4;  // keys of a group of threads whose loads are in flight
 
 // Grid R, block any; HS a multiple of 8.
@@ -70,27 +75,57 @@ __global__ void attention_append_kernel(X* cache, const X* qkv, AttentionCache a
     }
 }
 
-// Grid (NH, R), block ATTENTION_DECODE_THREADS. Deterministic.
-template <typename X, int HS>
+// What some threads have seen: the largest score, and the sum of e^(score - largest).
+struct AttentionSeen {
+    float largest, sum;
+};
+
+// Returns an element of the output of `count` parties, in order: seen(i), and the element output(i) of each, which is
+// in units of e^largest. `all`: what they have seen together. Parties without a key add nothing.
+template <typename Seen, typename Output>
+__device__ inline float attention_merge(AttentionSeen* all, int count, const Seen& seen, const Output& output) {
+    float largest = -INFINITY, sum = 0.0f, result = 0.0f;
+    for (int i = 0; i < count; i++) largest = fmaxf(largest, seen(i).largest);
+    for (int i = 0; i < count; i++) {
+        const float share = largest > -INFINITY ? expf(seen(i).largest - largest) : 0.0f;
+        sum = fmaf(seen(i).sum, share, sum);
+        result = fmaf(output(i), share, result);
+    }
+    *all = {largest, sum};
+    return result;
+}
+
+// Grid (NH PARTS, R) in clusters of PARTS blocks, block ATTENTION_DECODE_THREADS. append: a row's own key and value are
+// not in the cache yet; they are taken from qkv and put there. Deterministic.
+template <typename X, int HS, int PARTS>
 __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
-    attention_decode_kernel(X* out, const X* qkv, const X* cache, AttentionCache at, int C, int NH) {
+    attention_decode_kernel(X* out, const X* qkv, X* cache, AttentionCache at, int C, int NH, bool append) {
     constexpr int size = Vec<X>::size, LANES = HS / size, GROUPS = ATTENTION_DECODE_THREADS / LANES;
-    __shared__ float outputs[GROUPS][HS], maxima[GROUPS], sums[GROUPS];
-    const int head = blockIdx.x, row = blockIdx.y, group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    __shared__ float outputs[GROUPS][HS];
+    __shared__ AttentionSeen seen[GROUPS];
+    [[maybe_unused]] __shared__ float merged[HS];
+    [[maybe_unused]] __shared__ AttentionSeen block_seen;
+    const int head = blockIdx.x / PARTS, part = blockIdx.x % PARTS, row = blockIdx.y;
+    const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     early_begin();
     early_wait();
     const int keys = at.position[row] + 1;
-    const X* k = cache + ((int64_t)at.sequence[row] * NH + head) * at.T * HS + lane * size;
-    const X* v = k + (int64_t)at.S * at.T * C;
+    const X* own = qkv + (int64_t)row * 3 * C + head * HS + lane * size;
+    X* k = cache + ((int64_t)at.sequence[row] * NH + head) * at.T * HS + lane * size;
+    X* v = k + (int64_t)at.S * at.T * C;
     const float scale = 1.0f / sqrtf((float)HS);
     float q[size], largest = -INFINITY, sum = 0.0f, output[size] = {};
-    vec_floats(q, load_vec(qkv + (int64_t)row * 3 * C + head * HS + lane * size));
-    for (int begin = 0; begin < keys; begin += ATTENTION_DECODE_AHEAD * GROUPS) {
+    vec_floats(q, load_vec(own));
+    for (int begin = 0; begin < keys; begin += ATTENTION_DECODE_AHEAD * PARTS * GROUPS) {
         Vec<X> key[ATTENTION_DECODE_AHEAD], value[ATTENTION_DECODE_AHEAD];
 #pragma unroll
         for (int i = 0; i < ATTENTION_DECODE_AHEAD; i++) {
-            const int j = begin + i * GROUPS + group, read = j < keys ? j : keys - 1;
-            key[i] = load_vec(k + (int64_t)read * HS), value[i] = load_vec(v + (int64_t)read * HS);
+            const int j = begin + (i * PARTS + part) * GROUPS + group;
+            const bool last = j >= keys - 1;
+            const int64_t read = (int64_t)(last ? keys - 1 : j) * HS;
+            key[i] = load_vec(append && last ? own + C : k + read);
+            value[i] = load_vec(append && last ? own + 2 * C : v + read);
+            if (append && j == keys - 1) store_vec(k + read, key[i]), store_vec(v + read, value[i]);
         }
 #pragma unroll
         for (int i = 0; i < ATTENTION_DECODE_AHEAD; i++) {
@@ -99,7 +134,7 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
             for (int d = 0; d < size; d++) score = fmaf(q[d], x[d], score);
 #pragma unroll
             for (int offset = LANES / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(0xffffffffu, score, offset);
-            if (begin + i * GROUPS + group < keys) {
+            if (begin + (i * PARTS + part) * GROUPS + group < keys) {
                 score *= scale;
                 const float before = largest;
                 largest = fmaxf(largest, score);
@@ -110,17 +145,37 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
         }
     }
     for (int d = 0; d < size; d++) outputs[group][lane * size + d] = output[d];
-    if (lane == 0) maxima[group] = largest, sums[group] = sum;
+    if (lane == 0) seen[group] = {largest, sum};
     __syncthreads();
-    if (threadIdx.x >= HS) return;
-    float top = -INFINITY, total = 0.0f, result = 0.0f;
-    for (int i = 0; i < GROUPS; i++) top = fmaxf(top, maxima[i]);
-    for (int i = 0; i < GROUPS; i++) {
-        const float share = expf(maxima[i] - top);  // 0 for a group without keys
-        total = fmaf(sums[i], share, total);
-        result = fmaf(outputs[i][threadIdx.x], share, result);
+    const int d = threadIdx.x;
+    AttentionSeen all;
+    float result = 0.0f;
+    if (d < HS) {
+        result = attention_merge(
+            &all, GROUPS, [&](int i) { return seen[i]; }, [&](int i) { return outputs[i][d]; });
     }
-    out[(int64_t)row * C + head * HS + threadIdx.x] = from_float<X>(result / total);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (PARTS > 1) {
+        const auto cluster = cooperative_groups::this_cluster();
+        if (d < HS) merged[d] = result;
+        if (d == 0) block_seen = all;
+        cluster.sync();
+        if (part == 0 && d < HS) {
+            result = attention_merge(
+                &all, PARTS, [&](int i) { return *cluster.map_shared_rank(&block_seen, i); },
+                [&](int i) { return *cluster.map_shared_rank(&merged[d], i); });
+        }
+        cluster.sync();  // the first block has read the others' shared memory
+    }
+#endif
+    if (part == 0 && d < HS) out[(int64_t)row * C + head * HS + d] = from_float<X>(result / all.sum);
+}
+
+template <typename X, int HS, int PARTS>
+void attention_decode_launch(const Device* dev, X* out, const X* qkv, X* cache, const AttentionCache* at, int R, int C,
+                             int NH, bool append) {
+    launch_early(dev, attention_decode_kernel<X, HS, PARTS>, dim3(NH * PARTS, R), ATTENTION_DECODE_THREADS, PARTS, out,
+                 qkv, cache, *at, C, NH, append);
 }
 #endif
 
@@ -132,21 +187,25 @@ void attention_append(const Device* dev, X* cache, const X* qkv, const Attention
         return;
     }
 #ifdef __CUDACC__
-    launch_early(dev, attention_append_kernel<X>, R, 256, cache, qkv, *at, C, NH);
+    launch_early(dev, attention_append_kernel<X>, R, 256, 1, cache, qkv, *at, C, NH);
 #endif
 }
 
-// out: (R, C). The rows' own keys and values are in the cache.
+// out: (R, C). append: each row is of another sequence, and its own key and value are put into the cache; otherwise
+// they are there.
 template <typename X>
-void attention_decode(const Device* dev, X* out, const X* qkv, const X* cache, const AttentionCache* at, int R, int C,
-                      int NH) {
+void attention_decode(const Device* dev, X* out, const X* qkv, X* cache, const AttentionCache* at, int R, int C, int NH,
+                      bool append) {
     if (!dev->gpu) {
+        if (append) attention_append_cpu((float*)cache, (const float*)qkv, at, R, C, NH);
         attention_decode_cpu((float*)out, (const float*)qkv, (const float*)cache, at, R, C, NH);
         return;
     }
 #ifdef __CUDACC__
-    const dim3 grid(NH, R);
-    const auto kernel = C / NH == 64 ? attention_decode_kernel<X, 64> : attention_decode_kernel<X, 128>;
-    launch_early(dev, kernel, grid, ATTENTION_DECODE_THREADS, out, qkv, cache, *at, C, NH);
+    constexpr int PARTS = ATTENTION_DECODE_PARTS;
+    const bool hopper = dev->compute >= 90, small = C / NH == 64;
+    const auto launch = small ? (hopper ? attention_decode_launch<X, 64, PARTS> : attention_decode_launch<X, 64, 1>)
+                              : (hopper ? attention_decode_launch<X, 128, PARTS> : attention_decode_launch<X, 128, 1>);
+    launch(dev, out, qkv, cache, at, R, C, NH, append);
 #endif
 }

@@ -435,15 +435,23 @@ inline void device_describe(const Device* dev, bool fp32, char* line, size_t byt
 // writes or reads. On Hopper, with dev->early, its blocks start while the kernel before is still at work ("programmatic
 // dependent launch"): the launch costs no time of its own, and loads that need not wait are under way. The kernel
 // before must not write what is loaded so; neither may an earlier one, unless a kernel without early_begin lies
-// between.
+// between. cluster: blocks of a cluster, side by side in the grid's x; 1 before Hopper.
 template <typename... Parameters, typename... Arguments>
-void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, Arguments... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, int cluster,
+                  Arguments... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned count = 0;
+    if (dev->early && dev->compute >= 90) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {(unsigned)cluster, 1, 1};
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = dim3(block), config.stream = dev->stream;
-    config.attrs = &early, config.numAttrs = dev->early && dev->compute >= 90;
+    config.attrs = attributes, config.numAttrs = count;
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 

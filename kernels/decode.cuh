@@ -6,7 +6,7 @@
 // a text is the same with or without the cache, and with any other texts beside it. On the CPU the logits have the bits
 // of the training forward pass.
 //
-// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 8 L + 4
+// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 7 L + 4
 // kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph, and a kernel begins
 // to load its weights before the one before it has ended (launch_early).
 //
@@ -235,9 +235,9 @@ void decode_layernorm(const Decoder* d, int at, int R) {
 }
 
 // Computes `normed`, the output of the last layernorm, of the R rows that `numbers` describes, and caches their keys
-// and values.
+// and values. apart: each row is of another sequence.
 template <typename X>
-void decode_rows(const Decoder* d, int R) {
+void decode_rows(const Decoder* d, int R, bool apart) {
     const DecodeShape* s = &d->shape;
     const int C = s->C;
     const AttentionCache at = {d->S, s->T, d->numbers + DECODE_ROWS, d->numbers + 2 * DECODE_ROWS};
@@ -249,8 +249,8 @@ void decode_rows(const Decoder* d, int R) {
     for (int l = 0; l < s->L; l++) {
         X* cache = (X*)d->cache + l * attention_cache_elements(d->S, s->T, C);
         decode_linear<X>(d, d->qkv, d->normed, l, QKVW, false, R, C, 3 * C);
-        attention_append<X>(d->dev, cache, (const X*)d->qkv, &at, R, C, s->NH);
-        attention_decode<X>(d->dev, (X*)d->attention, (const X*)d->qkv, cache, &at, R, C, s->NH);
+        if (!apart) attention_append<X>(d->dev, cache, (const X*)d->qkv, &at, R, C, s->NH);
+        attention_decode<X>(d->dev, (X*)d->attention, (const X*)d->qkv, cache, &at, R, C, s->NH, apart);
         decode_linear<X>(d, d->branch, d->attention, l, PROJW, false, R, C, C);
         decode_layernorm<X>(d, 2 + l * DECODE_TENSORS + LN2W, R);
         decode_linear<X>(d, d->wide, d->normed, l, FCW, true, R, C, 4 * C);
@@ -264,7 +264,7 @@ void decode_rows(const Decoder* d, int R) {
 template <typename X>
 void decode_and_draw(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
-    decode_rows<X>(d, R);
+    decode_rows<X>(d, R, true);
     decode_need(d, s->L);
     matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], d->packed, nullptr, false, R,
                           s->C, s->Vp);
@@ -274,9 +274,9 @@ void decode_and_draw(const Decoder* d, int R) {
 
 inline void decode_launch(const Decoder* d, int R, bool draws) {
     if (d->fp32) {
-        draws ? decode_and_draw<float>(d, R) : decode_rows<float>(d, R);
+        draws ? decode_and_draw<float>(d, R) : decode_rows<float>(d, R, false);
     } else {
-        draws ? decode_and_draw<bf16>(d, R) : decode_rows<bf16>(d, R);
+        draws ? decode_and_draw<bf16>(d, R) : decode_rows<bf16>(d, R, false);
     }
 }
 

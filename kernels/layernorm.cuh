@@ -483,10 +483,10 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
                       : lane_vecs == 5 ? layernorm_forward_kernel<X, 5, CODES>
                       : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7, CODES>
                                        : layernorm_forward_kernel<X, 8, CODES>;
-        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, residual, out, mean, rstd, inp1, inp2, weight, bias, N,
-                     C, codes);
+        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, 1, residual, out, mean, rstd, inp1, inp2, weight, bias,
+                     N, C, codes);
     } else {
-        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, residual, out, mean, rstd, inp1,
+        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, 1, residual, out, mean, rstd, inp1,
                      inp2, weight, bias, C, codes);
     }
 }

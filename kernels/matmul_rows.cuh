@@ -210,8 +210,8 @@ template <typename D, int TILES, int BANDS, int AHEAD>
 void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
                         int N, int C, int OC) {
     dim3 grid(OC / (16 * BANDS), (unsigned)ceil_div(N, 8 * TILES));
-    launch_early(dev, matmul_rows_kernel<D, TILES, BANDS, AHEAD>, grid, 32 * MATMUL_ROWS_WARPS, out, inp, weight, bias,
-                 gelu, N, C, OC);
+    launch_early(dev, matmul_rows_kernel<D, TILES, BANDS, AHEAD>, grid, 32 * MATMUL_ROWS_WARPS, 1, out, inp, weight,
+                 bias, gelu, N, C, OC);
 }
 
 // Chooses a variant. The speed of one row depends on the loads in flight. Up to 64 rows are read, through the L2 cache,

@@ -425,7 +425,17 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
                  [&] { attention_append(dev, cache.device, qkv.device, &device, R, C, NH); });
     cache.set(want_cache);
     check_output(test, worst, "attention", &out, nullptr, want, product_bound(T + HS, 1),
-                 [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH); });
+                 [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH, false); });
+    // The first three rows are of different sequences, and see nothing of the others.
+    const int apart = 3;
+    Array<X> outputs(dev, (int64_t)apart * C);
+    float* appended = room.copy(before, n);
+    attention_append_cpu(appended, qkv.host, &host, apart, C, NH);
+    const auto run = [&] {
+        attention_decode(dev, outputs.device, qkv.device, cache.device, &device, apart, C, NH, true);
+    };
+    check_output(test, worst, "cache after attention", &cache, before, appended, 1e-30, run);
+    check_output(test, worst, "attention that appends", &outputs, nullptr, want, product_bound(T + HS, 1), run);
 }
 
 OPERATOR_TEST(sampling_attention_gpu) {
@@ -435,6 +445,9 @@ OPERATOR_TEST(sampling_attention_gpu) {
         attention_decode_case<float>(test, &worst, &dev, 3, 64, T);
         attention_decode_case<float>(test, &worst, &dev, 2, 128, T);
     }
+    Device older = dev;
+    older.compute = 80;
+    attention_decode_case<bf16>(test, &worst, &older, 3, 64, 257);
 }
 
 // A cache of more than 2^31 elements: the last sequence, and the last token of it, give what they give in a cache of
@@ -453,8 +466,7 @@ TEST(sampling_cache_beyond_2_31_gpu) {
         bf16 *cache = room.device<bf16>(bytes / (int64_t)sizeof(bf16)), *out = room.device<bf16>(C);
         check(cudaMemsetAsync(cache, 0x3d, (size_t)bytes, dev.stream));
         check(cudaMemsetAsync(out, 0xff, C * sizeof(bf16), dev.stream));
-        attention_append<bf16>(&dev, cache, qkv.device, &at, 1, C, NH);
-        attention_decode<bf16>(&dev, out, qkv.device, cache, &at, 1, C, NH);
+        attention_decode<bf16>(&dev, out, qkv.device, cache, &at, 1, C, NH, true);
         copy_to_host(&dev, bits[large], out, C * sizeof(bf16));
         // The row's value is where it belongs: the last of the values.
         bf16 last;
