@@ -326,9 +326,12 @@ static void request_get(const Nvrtc* nvrtc, const char* source, const char* arch
 // Gets the images that the requests need, each in a thread; without the cache if `caches` is false.
 static bool requests_get(JitRequest* request, int count, const char* architecture, bool caches, char* error) {
     Nvrtc nvrtc;
+    int needed = 0;
+    for (int i = 0; i < count; i++) needed += request_needs(request, i) ? 1 : 0;
+    if (needed == 0) return true;
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
     char* source = jit_source();
-#pragma omp parallel for schedule(dynamic) num_threads(count)
+#pragma omp parallel for schedule(dynamic) num_threads(needed)
     for (int i = 0; i < count; i++) {
         if (request_needs(request, i)) request_get(&nvrtc, source, architecture, caches, &request[i]);
     }

@@ -209,6 +209,7 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
 
 void optim_launch(const Optim* optim, int index, const LaunchStep* step) {
     const StepLaunch* launch = &optim->launch[index];
+    if (step->count == 0) return;
     StepArguments arguments = launch_arguments(optim, launch, step);
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, step, &arguments);
     kernel_run(optim, &launch->kernel, step, &arguments);
@@ -236,12 +237,11 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     }
 }
 
-// Steps `count` tiles of a launch, from number `first` of its list on.
-static void tiles_step(const Optim* optim, int index, int64_t first, int64_t count, const float* grad_scale, double lr,
-                       int64_t number) {
+// Returns a step of `count` tiles of a launch, from number `first` of its list on.
+static LaunchStep launch_step(const Optim* optim, int index, int64_t first, int64_t count, const float* grad_scale,
+                              double lr, int64_t number) {
     const StepLaunch* launch = &optim->launch[index];
     const OptimConfig* config = &launch->plan->config;
-    if (count == 0) return;
     const bool relative = config->relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
     if (relative && lr > 1.0 / sqrt((double)number)) lr = 1.0 / sqrt((double)number);
     LaunchStep step = {config, grad_scale, number, launch->tiles + first, launch->applied + first, first, count};
@@ -249,8 +249,7 @@ static void tiles_step(const Optim* optim, int index, int64_t first, int64_t cou
     for (int i = 0; i < optim->plan->groups; i++) {
         step.constants.source[i] = hyper_source(config, &optim->plan->group[i]), step.constants.rate[i] = lr;
     }
-    optim_passes(optim, index, &step);
-    optim_launch(optim, index, &step);
+    return step;
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
@@ -259,7 +258,11 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     for (int t = 0; t < optim->count && grads; t++) {
         optim_tensor_grads(optim, t, (const char*)grads + first_here(plan, t) * element);
     }
-    for (int i = 0; i < plan->launches; i++) tiles_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
+    for (int i = 0; i < plan->launches; i++) {
+        const LaunchStep own = launch_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
+        optim_passes(optim, i, &own);
+        optim_launch(optim, i, &own);
+    }
     optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
 }
 
@@ -275,8 +278,11 @@ void optim_step_tensors(Optim* optim, const int* tensor, int count, const float*
             if (first_here(plan, tensor[next]) != end) break;
             end += part.end - part.begin;
         }
-        const int64_t first = (begin - plan->launch[launch].run.begin) / TILE_ELEMENTS;
-        tiles_step(optim, launch, first, (end - begin) / TILE_ELEMENTS, grad_scale, lr, step);
+        const int64_t first = (begin - plan->launch[launch].run.begin) / TILE_ELEMENTS,
+                      tiles = (end - begin) / TILE_ELEMENTS;
+        const LaunchStep own = launch_step(optim, launch, first, tiles, grad_scale, lr, step);
+        optim_passes(optim, launch, &own);
+        optim_launch(optim, launch, &own);
         for (int t = i; t < next; t++) optim_settle_tensor(optim, tensor[t], grad_scale);
     }
 }

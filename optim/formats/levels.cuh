@@ -130,11 +130,6 @@ struct Levels : LevelFormat<Levels<Map>, Map> {
         uint32_t cell[CELLS];
     };
 
-    // Returns y as encoding to nearest sees it: with EVEN, rounded to a multiple of 2^-21.
-    static OPTIM_HOST double seen(float x, float inverse) {
-        return EVEN ? (double)exact_fma(x, inverse, MIDDLE) - (double)MIDDLE : (double)exact_mul(x, inverse);
-    }
-
     // Returns the word of the cell whose first float, 6 + y or |y|, has the bits `start`.
     static OPTIM_HOST uint32_t cell_word(uint32_t start, bool negative) {
         double sign = negative ? -1.0 : 1.0, zero = EVEN ? (double)MIDDLE : 0.0;

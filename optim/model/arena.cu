@@ -1,6 +1,7 @@
 // See arena.h: how weights, gradients and states are kept, and how weights are set.
 #include "../../kernels/random.h"
 #include "../../kernels/ranks/shard.cuh"
+#include "../made.h"
 #include "model.h"
 
 void arena_tensors(Arena* a, int count) {
@@ -186,7 +187,7 @@ void arena_close(Arena* a) {
 }
 
 void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
-    if (!memory && a->decoded) return decoded_at(a->decoded, t);
+    if (!memory && a->decoded) return decoded_at(a, t);
     int64_t at = a->tensors[t].offset;
     if ((memory == a->grads && a->releases) || shard_is_packed(a->shard, memory)) at = a->place[t];
     return (char*)memory + element_bytes * at;

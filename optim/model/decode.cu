@@ -1,4 +1,5 @@
 // Weights that are decoded a part of the model at a time (model.h).
+#include "../made.h"
 #include "model.h"
 
 struct Decoded {
@@ -6,9 +7,6 @@ struct Decoded {
     char *room, *dequant_buffer;  // dequant_buffer: the caller's, for operands; or NULL
     bool last_is_there;           // the last layernorm
     int64_t* place;  // (count) byte in `room`, or for operands in dequant_buffer; -1: the tensor is read in place
-    void** at;       // (count) address of the weights; NULL for operands
-    const uint8_t** codes;  // (count) codes of operands; NULL for others
-    bool* fills;            // (layers + 2) parts that take room
 };
 
 enum DecodedKind { AS_STORED, DECODED, OPERAND };
@@ -60,32 +58,21 @@ DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
 
 Decoded* decoded_open(const Arena* a) {
     Decoded* d = (Decoded*)memory_zero(1, sizeof(Decoded));
-    const Plan* plan = a->optim->plan;
-    const size_t count = (size_t)a->count + 1;
     ring_open(&d->ring, a->dev, 2, false);
-    d->place = (int64_t*)memory_zero(count, sizeof(int64_t));
-    d->at = (void**)memory_zero(count, sizeof(void*));
-    d->codes = (const uint8_t**)memory_zero(count, sizeof(uint8_t*));
-    d->fills = (bool*)memory_zero((size_t)a->layers + 2, sizeof(bool));
-    d->room = (char*)device_alloc(a->dev, decoded_places(a, plan, d->place).room);
-    for (int t = 0; t < a->count; t++) {
-        const DecodedKind kind = decoded_kind(a, plan, t);
-        if (kind == AS_STORED) d->at[t] = (void*)optim_stored_weights(a->optim, t);
-        if (kind == DECODED) d->at[t] = d->room + d->place[t];
-        if (kind == OPERAND) d->codes[t] = optim_codes(a->optim, t).codes;
-        if (kind != AS_STORED) d->fills[a->part[t]] = true;
-    }
+    d->place = (int64_t*)memory_zero((size_t)a->count + 1, sizeof(int64_t));
+    d->room = (char*)device_alloc(a->dev, decoded_places(a, a->optim->plan, d->place).room);
     return d;
 }
 
 void decoded_close(Decoded* d) {
     if (!d) return;
     device_free(d->ring.dev, d->room);
-    free(d->place), free(d->at), free(d->codes), free(d->fills), free(d);
+    free(d->place), free(d);
 }
 
 const uint8_t* arena_codes(const Arena* a, int t) {
-    return a->decoded ? a->decoded->codes[t] : nullptr;
+    const bool reads = a->decoded && decoded_kind(a, a->optim->plan, t) == OPERAND;
+    return reads ? optim_codes(a->optim, t).codes : nullptr;
 }
 
 void arena_dequant_buffer(const Arena* a, void* buffer) {
@@ -94,19 +81,23 @@ void arena_dequant_buffer(const Arena* a, void* buffer) {
     a->decoded->dequant_buffer = (char*)buffer;
 }
 
-void* decoded_at(const Decoded* d, int tensor) {
-    if (!d->codes[tensor]) return d->at[tensor];
-    return d->dequant_buffer ? d->dequant_buffer + d->place[tensor] : nullptr;
+void* decoded_at(const Arena* a, int t) {
+    const DecodedKind kind = decoded_kind(a, a->optim->plan, t);
+    if (kind == AS_STORED) return (void*)optim_stored_weights(a->optim, t);
+    char* room = kind == OPERAND ? a->decoded->dequant_buffer : a->decoded->room;
+    return room ? room + a->decoded->place[t] : nullptr;
 }
 
 void decoded_need(const Arena* a, int part) {
     Decoded* d = a->decoded;
     const bool last = part == decoded_final(a->layers);
-    if (!d || !d->fills[part]) return;
+    bool takes_room = false;
+    for (int t = 0; t < a->count && d; t++) takes_room = takes_room || (a->part[t] == part && d->place[t] >= 0);
+    if (!takes_room) return;
     if (last ? d->last_is_there : !ring_fetch(&d->ring, part, part == decoded_embeddings(a->layers))) return;
     d->last_is_there = d->last_is_there || last;
     for (int t = 0; t < a->count; t++) {
-        void* to = a->part[t] == part && d->place[t] >= 0 ? decoded_at(d, t) : nullptr;
+        void* to = a->part[t] == part && d->place[t] >= 0 ? decoded_at(a, t) : nullptr;
         if (to) optim_decode_tensor(a->optim, t, to);
     }
 }

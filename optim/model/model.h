@@ -2,7 +2,7 @@
 // embeddings or the last layernorm.
 #pragma once
 #include "../../kernels/layer_ring.cuh"
-#include "../made.h"
+#include "../plan.h"
 #include "arena.h"
 
 // The tensors of a part in the arena's order.
@@ -33,7 +33,7 @@ Decoded* decoded_open(const Arena* arena);
 void decoded_close(Decoded* decoded);
 // Returns the address of a tensor's weights in the compute type, which are valid after decoded_need of its part. The
 // address never changes, except for operands: theirs is in the buffer, or NULL.
-void* decoded_at(const Decoded* decoded, int tensor);
+void* decoded_at(const Arena* arena, int tensor);
 // Decodes a part unless it is there. It stays until a part that shares its room is needed: layer l until layer l + 2 or
 // the embeddings, the embeddings until a layer.
 void decoded_need(const Arena* arena, int part);

@@ -1,6 +1,7 @@
 // States of an optimizer in host memory (model.h).
 #include <assert.h>
 
+#include "../made.h"
 #include "model.h"
 
 constexpr int ARRAYS = 3;  // of a state
