@@ -431,29 +431,21 @@ struct StepLayout {
         return (char*)array + (int64_t)(a < GRADS_ARRAY ? tile.kept : tile.states - step.states) * bytes;
     }
 
-    // Replaces the address of array A of a tile by its address in the stage.
-    template <int A>
-    static __device__ __forceinline__ void to_stage(void** array, unsigned char* stage) {
-        constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
-        if constexpr (bytes > 0) *array = stage + offset;
-    }
-
-    template <int A>
-    static __device__ __forceinline__ void to_stage(Streams* streams, unsigned char* stage) {
-        to_stage<A>(&streams->codes, stage), to_stage<A + 1>(&streams->scales, stage);
-        to_stage<A + 2>(&streams->third, stage);
-    }
-
     // Returns the arrays of a tile: in the stage, or in memory if there are no stages.
     static __device__ __forceinline__ TileStreams tile_arrays(const StepArguments& step, const Tile& tile,
                                                               unsigned char* stage) {
         constexpr StepArrays arrays = ARRAYS;
+        constexpr StepShape shape = SHAPE;
         TileStreams streams = tile_streams(arrays, step, tile);
-        if constexpr (HAS_STAGES) {
-            to_stage<0>(&streams.weights, stage), to_stage<GRADS_ARRAY>(&streams.grads.codes, stage);
-            to_stage<4>(&streams.m, stage), to_stage<7>(&streams.v, stage), to_stage<10>(&streams.slow, stage);
-            to_stage<COPY_ARRAY>(&streams.copy.codes, stage);
-        }
+        const auto move = [&](int a, void** array) {
+            if (HAS_STAGES && shape.bytes[a] > 0) *array = stage + shape.offset[a];
+        };
+        const auto move_all = [&](int a, Streams* of) {
+            move(a, &of->codes), move(a + 1, &of->scales), move(a + 2, &of->third);
+        };
+        move_all(0, &streams.weights), move(GRADS_ARRAY, &streams.grads.codes);
+        move_all(4, &streams.m), move_all(7, &streams.v), move_all(10, &streams.slow);
+        move(COPY_ARRAY, &streams.copy.codes);
         return streams;
     }
 
@@ -504,14 +496,11 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
     constexpr bool BF16_OUT = COPIES && Weights::WRITES_BF16 && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
-    if constexpr (Rule::SCALED) {
-        const Hyper hyper = hyper_scaled(step.group[tile.group], step.factor[tile.kept]);
-        update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
-                               element, first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
-    } else {
-        update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
-                               grad_scale, element, first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
-    }
+    Hyper scaled;
+    if constexpr (Rule::SCALED) scaled = hyper_scaled(step.group[tile.group], step.factor[tile.kept]);
+    const Hyper& hyper = Rule::SCALED ? scaled : step.group[tile.group];
+    update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale, element,
+                           first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
     if constexpr (BF16_OUT) {
         NoiseKey key = {};
         key.ordered = step_ordered<COUNT, Weights, Grads, M, V>() && EachElement<Rule>().rows == ROWS_NONE;
