@@ -8,8 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-char* checkpoint_name(const char* run_folder, int64_t step) {
-    return text_copy(path_in(run_folder, text_kept("step_%08lld", (long long)step)));
+const char* checkpoint_name(const char* run_folder, int64_t step) {
+    return path_in(run_folder, text_kept("step_%08lld", (long long)step));
 }
 
 // The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others.
@@ -69,7 +69,7 @@ RunState run_state_read(const Json* json, const RunState* otherwise) {
 
 bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error) {
     *writer = (CheckpointWriter){.run_folder = run_folder, .error = error, .bf16 = true};
-    writer->path = path_in(run_folder, text_kept("step_%08lld", (long long)step));
+    writer->path = checkpoint_name(run_folder, step);
     writer->folder = text_kept("%s.tmp", writer->path);
     return folder_new(writer->folder, error);
 }
@@ -157,7 +157,7 @@ bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files
 static bool swap(const CheckpointWriter* writer) {
     const char *folder = writer->path, *temporary = writer->folder;
     char* error = writer->error;
-    SCOPED char* old = text_format("%s.old.tmp", folder);
+    const char* old = text_kept("%s.old.tmp", folder);
     struct stat status;
     bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
@@ -212,7 +212,7 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
-        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.tmp", path);
+        const char *path = checkpoint_name(run_folder, steps[i]), *aside = text_kept("%s.tmp", path);
         // A checkpoint loses its name first: one that is removed in part must not look whole.
         if (steps[i] != step) ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
     }
@@ -332,8 +332,7 @@ Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, 
     Json* state = NULL;
     for (int i = 0; i < count && !state; i++) {
         char error[DATA_ERROR_BYTES];
-        SCOPED char* name = checkpoint_name(run_folder, steps[i]);
-        snprintf(folder, bytes, "%s", name);
+        snprintf(folder, bytes, "%s", checkpoint_name(run_folder, steps[i]));
         state = checkpoint_verify(folder, model_alone, error);
         const char* next = i + 1 < count ? "; trying the one before" : "";
         if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s%s\n", error, next);

@@ -11,8 +11,8 @@ enum { RUN_PATH_BYTES = 4096 };
 
 // Lists the steps of a run folder's checkpoints, newest first, in *steps, which the caller frees. Returns how many.
 int checkpoint_list(const char* run_folder, int64_t** steps);
-// Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.
-char* checkpoint_name(const char* run_folder, int64_t step);
+// Returns the name of a step's folder, RUN/step_%08lld, kept as by text_kept.
+const char* checkpoint_name(const char* run_folder, int64_t step);
 // Returns the step of such a path; -1 for others, such as the user's step_5.
 int64_t checkpoint_step(const char* path);
 

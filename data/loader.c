@@ -313,15 +313,25 @@ static bool open_files(Dataset* data, const glob_t* list, DataFormat format, cha
     return true;
 }
 
-static bool dataset_begin(Dataset* data, const char* path, int T, char* error) {
-    memset(data, 0, sizeof(*data));
-    snprintf(data->path, sizeof(data->path), "%s", path);
-    return T >= 1 || data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
+// Opens the text in memory as a file of bytes.
+static bool open_text(Dataset* data, const void* text, int64_t bytes, char* error) {
+    const int descriptor = memfd_create(data->path, MFD_CLOEXEC);
+    data->file = memory_zero(1, sizeof(DatasetFile));
+    *data->file = (DatasetFile){text_copy(data->path), descriptor, bytes, 0, 0, bytes, 1};
+    data->files = 1, data->bytes = true;
+    return file_write_all(descriptor, data->path, text, bytes, error);
 }
 
-// Completes a data set whose files are open if `ok`, and closes it if something fails. `split`: each file has both
-// parts.
-static bool dataset_end(bool ok, Dataset* data, bool split, DatasetPart part, double fraction, int T, char* error) {
+// Opens a part of the files that `path` names or, if there is one, of the text in memory.
+static bool open_part(Dataset* data, const char* path, const void* text, int64_t bytes, DataFormat format,
+                      DatasetPart part, double fraction, int T, char* error) {
+    __attribute__((cleanup(globfree))) glob_t list = {0};
+    bool split = part != DATASET_WHOLE;  // each file has both parts
+    memset(data, 0, sizeof(*data));
+    snprintf(data->path, sizeof(data->path), "%s", path);
+    bool ok = T >= 1 || data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
+    ok = ok && (text ? open_text(data, text, bytes, error)
+                     : find_files(&list, &split, path, part, error) && open_files(data, &list, format, error));
     ok = ok && (!split || split_files(data, part, fraction, T, error)) && leave_out_short(data, T, error);
     for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
@@ -331,25 +341,14 @@ static bool dataset_end(bool ok, Dataset* data, bool split, DatasetPart part, do
     return ok;
 }
 
-bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
-                  int T, char* error) {
-    __attribute__((cleanup(globfree))) glob_t list = {0};
-    bool split = false;
-    const bool ok = dataset_begin(data, path, T, error) && find_files(&list, &split, path, part, error) &&
-                    open_files(data, &list, format, error);
-    return dataset_end(ok, data, split, part, validation_fraction, T, error);
+bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double fraction, int T,
+                  char* error) {
+    return open_part(data, path, NULL, 0, format, part, fraction, T, error);
 }
 
-bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
-                         int T, char* error) {
-    const char* name = "the built-in text";
-    const int descriptor = memfd_create(name, MFD_CLOEXEC);
-    bool ok = dataset_begin(data, name, T, error);
-    data->file = memory_zero(1, sizeof(DatasetFile));
-    *data->file = (DatasetFile){text_copy(name), descriptor, bytes, 0, 0, bytes, 1};
-    data->files = 1, data->bytes = true;
-    ok = ok && file_write_all(descriptor, name, text, bytes, error);
-    return dataset_end(ok, data, part != DATASET_WHOLE, part, validation_fraction, T, error);
+bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double fraction, int T,
+                         char* error) {
+    return open_part(data, "the built-in text", text, bytes, DATA_BYTES, part, fraction, T, error);
 }
 
 // Opens the training or the validation part.

@@ -245,7 +245,7 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune) {
     const long long step = run->state.step, keep = run->options->keep;
     char* error = run->error;
-    SCOPED char* path = checkpoint_name(run->path, step);
+    const char* path = checkpoint_name(run->path, step);
     if (!ok) checkpoint_abandon(writer);
     if (!ok && !writer->nonfinite) {
         return data_error(error,

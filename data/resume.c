@@ -213,7 +213,7 @@ static bool put_newer_aside(const Resume* resume, char* error) {
     const int64_t step = checkpoint_step(resume->from);
     int count = same ? checkpoint_list(o->run, &steps) : 0;
     for (int i = 0; i < count && steps[i] > step; i++) {
-        SCOPED char *path = checkpoint_name(o->run, steps[i]), *aside = text_format("%s.damaged", path);
+        const char *path = checkpoint_name(o->run, steps[i]), *aside = text_kept("%s.damaged", path);
         if (resume->named_itself) {
             return data_error(error,
                               "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",

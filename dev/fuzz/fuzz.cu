@@ -8,6 +8,7 @@
 #include "../../train_gpt2.cu"
 
 #include <setjmp.h>
+#include <sys/stat.h>
 
 typedef struct {
     const char* bytes;

@@ -113,7 +113,7 @@ def seeds():
         "environment": ENVIRONMENTS,
         "eval": [questions],
         "prompts": [b"a\nb\r\n\n", "\ufeffé".encode()],
-    }, presets.split()
+    }, presets.encode().split()
 
 
 def fuzz(target, inputs, words, seconds):
@@ -154,7 +154,6 @@ def main():
         print(f"error: make fuzz takes FUZZ_SECONDS=N and FUZZ=\"TARGET...\" of {' '.join(TARGETS)}", file=sys.stderr)
         return 2
     inputs, words = seeds()
-    words = [word.encode() for word in words]
     results = [fuzz(target, inputs[target], words, seconds) for target in chosen or TARGETS]
     print(f"{results.count(True)} passed, {results.count(False)} failed")
     return 0 if all(results) else 1

@@ -8,6 +8,7 @@
 //     + PIECE, - PIECE    what the command above said has, or lacks, this text. " :: PIECE" behind a line is one more
 //     with ARGUMENTS
 //     shard PATH TOKENS LAST, state FOLDER OLD => NEW    write_shard and rewrite_state of cli.h
+//     seal FOLDER         writes sums and seal of a checkpoint anew, as somebody does who changed a file on purpose
 //     tokens, evals       a prepared folder `data` with the small tokenizer of cli.h, and a run of a step; files of
 //     --eval
 //
@@ -39,8 +40,9 @@ static const char* typed(const Typed* now, const char* command, bool errors_alon
     static const char* const functions = lines_of_case("");
     const char* settings =
         formatted("%s OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive LC_ALL=C", now->gpu ? "" : "CUDA_VISIBLE_DEVICES=");
-    return shell(formatted("cd '%s'; program='%s'; unset RANK; export %s\n%s{ %s\n} </dev/null %s", now->work,
-                           test_folder(), settings, functions, command, errors_alone ? "2>&1 >/dev/null" : "2>&1"),
+    return shell(formatted("cd '%s'; program='%s' gpu=%s; unset RANK; export %s\n%s{ %s\n} </dev/null %s", now->work,
+                           test_folder(), now->gpu ? "yes" : "", settings, functions, command,
+                           errors_alone ? "2>&1 >/dev/null" : "2>&1"),
                  code);
 }
 
@@ -171,6 +173,11 @@ static void run_line(Test* test, Typed* now, char* line) {
         now->with = strdup(rest);
     } else if (sscanf(line, "shard %255s %d %d", path, &numbers[0], &numbers[1]) == 3) {
         write_shard_of(now->work, path, numbers[0], numbers[1]);
+    } else if (sscanf(line, "seal %255s", path) == 1) {
+        const char *folder = joined(now->work, path), *state = contents(folder, "state.json");
+        CheckpointFile all[] = {{"model.safetensors", 0, -1}, {"optimizer.safetensors", 0, -1}, {"config.json", 0, -1}};
+        state = strndup(state, (size_t)(strstr(state, "\"files\"") - state));
+        expect(checkpoint_seal(folder, state, all, 3, error), "%s", error);
     } else if (strcmp(line, "evals") == 0) {
         write_evaluations(now->work);
     } else if (strcmp(line, "tokens") == 0) {

@@ -33,62 +33,6 @@ TEST(guard_values) {
     }
 }
 
-// Writes state.json's sums and seal anew, as somebody would who changed a file of the checkpoint on purpose.
-static void seal_again(Test* test, const char* checkpoint) {
-    char *state = contents(checkpoint, "state.json"), *files = state ? strstr(state, "\"files\"") : nullptr;
-    expect(files, "%s/state.json has no files", checkpoint);
-    if (files) *files = 0;
-    CheckpointFile all[] = {{"model.safetensors", 0, -1}, {"optimizer.safetensors", 0, -1}, {"config.json", 0, -1}};
-    if (files) expect(checkpoint_seal(checkpoint, state, all, 3, error), "%s", error);
-}
-
-// One NaN or infinity in the last value of a file: no option that loads it goes on.
-FOLDER_TEST(guard_poisoned_checkpoints) {
-    const std::tuple<const char*, const char*, const char*, int> poisons[] = {
-        {"--preset adamw32", "model.safetensors", "\x80\x7f", 2},
-        {"--preset adamw32", "optimizer.safetensors", "\x00\x00\xc0\x7f", 4},  // v, or the master
-        {"--weights fp32 --m fp32 --v bf16:sr", "optimizer.safetensors", "\x80\x7f", 2},
-        {"--weights bf16:sr --m dyn8 --v udyn8", "optimizer.safetensors", "\x00\x00\x80\x7f", 4},  // a scale
-    };
-    int number = 0;
-    for (const auto& [formats, file, poison, count] : poisons) {
-        int64_t bytes;
-        const char* run = formatted("%s/run%d", work, number++);
-        train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 %s", work, run, formats);
-        const char* step = checkpoint_name(run, 2);
-        char* text = contents(step, file, &bytes);
-        memcpy(text + bytes - count, poison, (size_t)count);
-        write_bytes(step, file, text, (size_t)bytes);
-        seal_again(test, step);
-        refused("--resume", " holds ", " at element ", "--resume %s --steps 4 --device cpu", run);
-        if (strcmp(file, "model.safetensors") == 0) {
-            run_train(sampled, "--sample a --model %s --device cpu", step);
-            expect_error(test, &sampled, "--sample", " holds ", " at element ");
-            expect(!*OUT(sampled), "text from bad weights: %s", OUT(sampled));
-            refused("--model", " holds ", " at element ",
-                    QUICK " --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", work, step, work);
-        }
-    }
-}
-
-// A run that ends with weights that are of no use, or not even finite, keeps its good checkpoint and fails, with and
-// without validations and whatever --keep says.
-FOLDER_TEST(guard_diverging_run) {
-    const char* run = joined(work, "run");
-    train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 --weights fp32", work, run);
-    for (const char* validation : {"--val-every 0", "--val-every 1 --val-tokens 64"}) {
-        run_train(child,
-                  "--resume %s --steps 9 --rule sgd --lr 1000 --final-lr 1 --clip 0 --warmup 0 --weight-decay 100 "
-                  "--keep 1 --save-every 0 --device cpu %s",
-                  run, validation);
-        expect(child.code == 2 && (strstr(ERR(child), "was not saved") || strstr(ERR(child), "without a finite loss")),
-               "%s: exit code %d: %s", validation, child.code, ERR(child));
-        expect(exists(run, "step_00000002"), "%s: the good checkpoint is gone", validation);
-        remove_tree(joined(run, "step_00000009"));
-    }
-    train_well("--resume %s/step_00000002 --run %s/again --steps 3 --device cpu", run, work);
-}
-
 // Sends a signal and expects that the run ends with its exit code.
 static void signalled(Test* test, Child* child, int number) {
     kill(child->pid, number);
@@ -132,37 +76,4 @@ TEST(guard_signals) {
     finish(&nohup);
     expect_code(nohup, 0);
     expect(exists(run, "step_00000400"), "it did not go on");
-}
-
-// A shell can do this to the three standard descriptors: a reader that leaves, and descriptors that are closed.
-FOLDER_TEST(guard_closed_output) {
-    static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&- > /dev/null", "<&- >&-"};
-    for (int i = 0; i < (int)(sizeof(ways) / sizeof(ways[0])); i++) {
-        const char* run = formatted("%s/run%d", work, i);
-        const char* command = formatted(
-            "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s --batch 2 --data %s/text.txt --device cpu "
-            "--steps 30 --print-every 1 --val-every 5 --run %s %s",
-            test_folder(), SHAPE, work, run, ways[i]);
-        int status = system(command);
-        expect(status == 0, "%s: status %d", ways[i], status);
-        expect(exists(run, "step_00000030"), "%s: the run did not end", ways[i]);
-        static Losses losses;
-        read_losses(test, run, &losses);  // every line is JSON
-        expect(losses.lines == 30, "%s: %d lines", ways[i], losses.lines);
-    }
-    // Text that is only printed is lost on a full disk, which is an error; a reader that has enough is none.
-    const char* const printing[] = {"--help", "--list-formats", "--list-presets", "--dry-run --device cpu",
-                                    "--sample a --device cpu --sample-tokens 9 --model WORK/run0/step_00000030"};
-    for (const char* words : printing) {
-        for (int full = 0; full < 2; full++) {
-            const char* command = formatted(
-                "bash -c 'cd %s && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s 2> said %s; exit "
-                "${PIPESTATUS[0]}'",
-                work, test_folder(), replaced(words, "WORK", work), full ? "> /dev/full" : "| head -c 1 > /dev/null");
-            int status = WEXITSTATUS(system(command));
-            char* said = contents(work, "said");
-            expect(status == (full ? 2 : 0), "%s: status %d: %s", command, status, said);
-            expect(!full == !strstr(said, "standard output cannot be written"), "%s: %s", command, said);
-        }
-    }
 }
