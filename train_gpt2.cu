@@ -17,6 +17,7 @@
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
+#include "data/defaults.h"          // defaults_choose: what `auto` means
 #include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
@@ -54,13 +55,15 @@ extern "C" const char corpus_end[];
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
-// Returns the options' optimizer. Names that the preset chooses are ""; beta3 has a stand-in until resolve_length.
+// Returns the options' optimizer. Names that the preset chooses are ""; numbers that are
+// `auto` have a stand-in until resolve_length.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
     c.grads = strcmp(o->grads, "auto") == 0 ? "fp32" : o->grads;
-    c.beta1 = (float)o->beta1, c.beta2 = (float)o->beta2, c.eps = (float)o->eps;
-    c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
+    c.beta1 = (float)o->beta1, c.beta2 = (float)(o->beta2 == AUTO ? 0.95 : o->beta2), c.eps = (float)o->eps;
+    c.weight_decay = (float)(o->weight_decay == AUTO ? 0.1 : o->weight_decay), c.decay_mode = o->decay_mode,
+    c.lr_max = (float)o->lr;
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
     c.momentum = (float)o->momentum, c.momentum_warmup = o->momentum_warmup,
@@ -81,6 +84,7 @@ static void optim_config_from(Options* o, OptimConfig* config) {
     require(optim_resolve(config, error), error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
+    config->overrides = o->overrides = default_overrides(o);
 }
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
@@ -856,7 +860,8 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
 // Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
 static Options options_saved(const Run* run) {
     Options saved = *run->options;
-    saved.grads = run->asked.grads, saved.overrides = run->asked.overrides, saved.logit_rows = run->asked.logit_rows;
+    saved.grads = run->asked.grads, saved.weight_decay = run->asked.weight_decay,
+    saved.overrides = run->asked.overrides, saved.logit_rows = run->asked.logit_rows;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
     return saved;
@@ -1027,10 +1032,11 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
+    const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
+    const int64_t share = usual / o->seq / ranks_of(m);  // sequences of a step that a rank gets
+    if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    // A step has half a million tokens, as for GPT-2 and llm.c; with bytes or on the CPU a micro-batch per rank.
-    const int64_t usual = bytes || !m->dev->gpu ? 0 : 524288;
     require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
@@ -1061,8 +1067,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
     char error[DATA_ERROR_BYTES];
     if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    // Weights of a folder are trained already.
-    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels) / (gpt2_named(o->model) ? 1 : 10);
+    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model));
     if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
@@ -1136,6 +1141,7 @@ static void resolve(Run* run) {
     resolve_release(o, m, config);
     resolve_length(o, windows, m->dev->gpu, option_given(o, "warmup"));
     require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
+    config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
 
@@ -1159,7 +1165,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_batch(folder, dataset_windows(&run->train_data, m->T), world, m->config.V);
     optim_describe(&run->config, text, sizeof(text));
     report_optim(folder, text);
-    report_schedule(folder, optim_usual_lr(o->rule, o->channels), optim_usual_lr("", o->channels));
+    report_schedule(folder);
     report_memory(folder, plan, world, m->parameters, available_to(m));
     if (run->resume.taken) run_say(folder, " resume   takes the checkpoint's%s\n", run->resume.taken);
     if (*run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
@@ -1189,42 +1195,138 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
         have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
-// --fit: prints a row for each preset and --recompute that the other options allow. The vocabulary is that of --data or
-// --model DIR, else GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise.
-static int fit_main(const Options* asked) {
-    const char* const recompute[] = {"none", "gelu", "block"};
-    const bool one = option_given(asked, "preset"), way = option_given(asked, "recompute");
-    const DataSource source = data_source(asked);
+// --fit: how models would train on a card that need not be here. The vocabulary is that of --data or --model DIR, else
+// GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise or they are
+// released.
+
+// What a run gives up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
+static const char* const FIT_RECOMPUTE[] = {"none", "gelu", "block", "none", "block"};
+constexpr int FIT_WAYS = 5, FIT_RELEASES = 3, FIT_BATCH = 8;  // a way is enough for a micro-batch of so many sequences
+
+struct Fit {
+    Options o;
+    Model m;
+    int way, order;  // the best has the least
+    int64_t batch;   // the largest; 0: none
+    MemoryPlan plan;
+};
+
+// The question, and the first refusal.
+struct FitCase {
+    const Options* asked;
+    const char* folder;  // of --model DIR
+    int vocabulary;
+    bool bytes;
     Device dev;
-    bool bytes = false;
-    char why[2][DATA_ERROR_BYTES] = {}, *error = why[0];
-    const char *model = asked->model, *folder = checkpoint_model(&model, false, error);
-    require(folder != nullptr, error);
-    int rows = 0, vocabulary = *folder ? 0 : 50257;
-    if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
-    device_imagine(&dev, asked->fit);
-    OptimConfig typed = optim_config_of(asked);
-    require(!one || optim_resolve(&typed, error), error);
-    for (int i = 0; const char* preset = optim_preset(i / 3); i++) {
-        Options o = *asked;
-        error = why[*why[0] != 0];  // the first refusal is kept
-        if ((one && strcmp(preset, o.preset) != 0) || (way && strcmp(recompute[i % 3], o.recompute) != 0)) continue;
-        o.preset = preset, o.recompute = recompute[i % 3], o.model = model;
-        if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
-        Model m = {};
-        OptimConfig config = optim_config_of(&o);
-        m.dev = &dev, m.arena.clip_by = clip_by_from(o.clip_by);
-        if (!optim_resolve(&config, error)) continue;
-        resolve_model(&o, &m, vocabulary, bytes, "", folder);
-        resolve_optim(&o, &m, &config);
-        if (!options_needed(&o, error)) continue;
-        if (!arena_plan_release(&m.arena, &config, o.clip, strcmp(o.release, "on") == 0, error)) continue;
-        const int64_t taken = plan_of(&m, &config, &o, 1, false).taken;
-        const int64_t batch = largest_batch(&m, &config, &o, 512, false, dev.memory - taken);
-        const MemoryPlan plan = plan_of(&m, &config, &o, batch > 0 ? batch : 1, false);
-        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, batch, &plan, rows++ == 0);
+    char why[2][DATA_ERROR_BYTES];
+};
+
+// Plans a model by a preset in one way. Returns false if the options or the rule exclude that.
+static bool fit_plan(FitCase* c, const char* model, const char* preset, int way, Fit* fit) {
+    char* error = c->why[*c->why[0] != 0];
+    *fit = {};
+    fit->o = *c->asked;
+    Options* o = &fit->o;
+    Model* m = &fit->m;
+    if (option_given(o, "recompute") && strcmp(FIT_RECOMPUTE[way], o->recompute) != 0) return false;
+    if (way >= FIT_RELEASES && option_given(o, "release")) return false;
+    if (way >= FIT_RELEASES) o->release = "on", o->clip_by = option_given(o, "clip-by") ? o->clip_by : "last";
+    const bool release = strcmp(o->release, "on") == 0;
+    o->model = model, o->preset = preset, o->recompute = FIT_RECOMPUTE[way], fit->way = way;
+    if (strcmp(o->grads, "auto") == 0) o->grads = release ? "bf16" : "fp32";
+    OptimConfig config = optim_config_of(o);
+    m->dev = &c->dev, m->arena.clip_by = clip_by_from(o->clip_by);
+    if (!optim_resolve(&config, error)) return false;
+    resolve_model(o, m, c->vocabulary, c->bytes, "", c->folder);
+    resolve_optim(o, m, &config);
+    if (!options_needed(o, error)) return false;
+    if (!arena_plan_release(&m->arena, &config, o->clip, release, error)) return false;
+    const int64_t taken = plan_of(m, &config, o, 1, false).taken;
+    fit->batch = largest_batch(m, &config, o, 512, false, c->dev.memory - taken);
+    fit->plan = plan_of(m, &config, o, fit->batch > 0 ? fit->batch : 1, false);
+    return true;
+}
+
+// Finds the first way that is enough, or else the one with the largest micro-batch; gradients are released if nothing
+// else fits.
+static bool fit_best_way(FitCase* c, const char* model, const char* preset, Fit* best) {
+    bool found = false;
+    best->batch = 0;
+    for (int way = 0; way < FIT_WAYS && best->batch < (way == FIT_RELEASES ? 1 : FIT_BATCH); way++) {
+        Fit fit;
+        if (!fit_plan(c, model, preset, way, &fit) || (found && fit.batch <= best->batch)) continue;
+        *best = fit, found = true;
     }
-    if (rows == 0) user_error("--fit lists nothing: %s", why[0]);
+    return found;
+}
+
+// The command of a choice; batches beyond 64 sequences gain nothing.
+static const char* fit_command(const Fit* fit) {
+    const Options* o = &fit->o;
+    const long long batch = fit->batch < 64 ? fit->batch : 64;
+    const char* less = fit->way % FIT_RELEASES == 0 ? "" : text_kept(" --recompute %s", o->recompute);
+    const char* release = strcmp(o->release, "on") != 0 ? ""
+                                                        : text_kept(" --release on --clip-by %s --tokens-per-step %lld",
+                                                                    o->clip_by, batch * o->seq);
+    return text_kept("./train --%s %s --preset %s%s%s --batch %lld", option_given(o, "size") ? "size" : "model",
+                     shell_word(o->model), o->preset, less, release, batch);
+}
+
+// Prints the largest of our models for each of four presets; false: there is none.
+static bool fit_models(FitCase* c) {
+    bool any = false;
+    for (const char* preset : {"adamw32", "muon8", "adamw4l", "muon8w8"}) {
+        Fit fit = {};
+        for (const char* model : {"d120", "d96", "d84", "d72", "d60", "gpt2-xl", "gpt2-large", "gpt2-medium", "gpt2"}) {
+            if (fit_best_way(c, model, preset, &fit) && fit.batch > 0) break;
+        }
+        if (fit.batch > 0) printf("%5.1fB parameters  %s\n", 1e-9 * (double)fit.m.parameters, fit_command(&fit));
+        any = any || fit.batch > 0;
+    }
+    return any;
+}
+
+// Prints the two best choices and a row of figures for each preset, or for each way of --preset.
+static int fit_main(const Options* asked) {
+    constexpr int SHOWN = 15;
+    // By loss (dev/compare/README.md); the others follow in their own order.
+    const char* const by_loss[] = {"muon", "muon8", "muon8w8", "adamw32", "adamw8e", "adamw4l", "int8w4"};
+    const DataSource source = data_source(asked);
+    const bool one = option_given(asked, "preset");
+    const bool alone = !option_given(asked, "model") && !option_given(asked, "size") && asked->layers == AUTO && !one;
+    static FitCase c;
+    static Fit fits[FIT_WAYS * 16];
+    int rows = 0;
+    const char* model = asked->model;
+    c.asked = asked, c.folder = checkpoint_model(&model, false, c.why[0]), c.vocabulary = 50257;
+    require(c.folder != nullptr, c.why[0]);
+    if (*c.folder) c.vocabulary = 0;
+    if (*asked->data) require(dataset_look(&source, &c.vocabulary, &c.bytes, c.why[0]), c.why[0]);
+    device_imagine(&c.dev, asked->fit);
+    OptimConfig typed = optim_config_of(asked);
+    require(!one || optim_resolve(&typed, c.why[0]), c.why[0]);
+    if (alone && fit_models(&c)) return require_stdout();
+    for (int i = 0; const char* preset = alone ? nullptr : optim_preset(i / FIT_WAYS); i++) {
+        Fit fit;
+        if (one ? strcmp(preset, typed.preset) != 0 || !fit_plan(&c, model, preset, i % FIT_WAYS, &fit)
+                : i % FIT_WAYS > 0 || !fit_best_way(&c, model, preset, &fit))
+            continue;
+        int rank = 0;
+        while (rank < 7 && strcmp(by_loss[rank], preset) != 0) rank++;
+        const int cost = (fit.batch < FIT_BATCH) * 10 + (fit.batch == 0) * 10 + (fit.way < 2 ? 0 : fit.way);
+        fit.order = 10 * cost + (one ? fit.way : rank);
+        int at = rows++;
+        for (; at > 0 && fits[at - 1].order > fit.order; at--) fits[at] = fits[at - 1];
+        fits[at] = fit;
+    }
+    if (rows == 0) user_error("--fit lists nothing: %s", c.why[0]);
+    for (int i = 0; i < 2 && i < rows && fits[i].batch > 0; i++)
+        printf("%-8s %s\n", i == 0 ? "best" : "or", fit_command(&fits[i]));
+    for (int i = 0; i < rows && i < SHOWN; i++) {
+        const Fit* f = &fits[i];
+        const char* way = text_kept("%s%s", f->o.recompute, f->way < FIT_RELEASES ? "" : "+release");
+        report_fit(f->o.model, f->m.parameters, f->m.T, f->o.preset, way, f->batch, &f->plan, i == 0);
+    }
     return require_stdout();
 }
 
@@ -1233,7 +1335,7 @@ static int fit_main(const Options* asked) {
 // Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
 static const char* resume_optim(Options* o, Resume* merge) {
     OptimResume r = {};
-    r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
+    r.config = optim_config_of(o), r.lr = o->lr;
     r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr");
     r.overrides_typed = option_given(o, "override");
     r.options = merge->saved, r.formats = json_get(merge->state, "formats");
@@ -1367,10 +1469,10 @@ static void train(Run* run) {
         run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars, &timer);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
-        const bool last = state->step == o->steps;
+        const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
         due = due || is_due(run, o->save_every);
         // While steps are skipped the weights may be useless, so they must not displace a good checkpoint.
-        if (!o->profile && (asked || last || stops(m) || (due && state->skipped_last == 0))) {
+        if (!o->profile && (asked || last || best || stops(m) || (due && state->skipped_last == 0))) {
             due = false;
             useless = last && ends_useless(run);
             checkpoint_save(run, state->skipped_last == 0 && !useless);

@@ -207,14 +207,25 @@ void checkpoint_abandon(CheckpointWriter* writer) {
     folder_remove(writer->folder, ignored);
 }
 
+bool checkpoint_mark_best(const char* run_folder, int64_t step, char* error) {
+    const char *link = path_in(run_folder, "best"), *new_link = path_in(run_folder, "best.tmp");
+    SCOPED char* path = checkpoint_name(run_folder, step);
+    unlink(new_link);  // of a start that was interrupted here
+    return (symlink(path_name(path), new_link) == 0 && rename(new_link, link) == 0) ||
+           data_error(error, "cannot make the link %s: %s", link, strerror(errno));
+}
+
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
     bool ok = true;
+    SCOPED char* best = realpath(path_in(run_folder, "best"), NULL);
+    const int64_t best_step = best ? checkpoint_step(best) : -1;
     SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
         const char *path = checkpoint_name(run_folder, steps[i]), *aside = text_kept("%s.tmp", path);
         // A checkpoint loses its name first: one that is removed in part must not look whole.
-        if (steps[i] != step) ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
+        if (steps[i] != step && steps[i] != best_step)
+            ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
     }
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {

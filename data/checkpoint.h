@@ -25,6 +25,7 @@ typedef struct {
     double best_val;                // infinite before the first validation
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
     int64_t tokens;                 // of those sequences; not stored
+    int64_t best_step;              // of best_val, if this process found it; not stored
     int64_t rise_step;              // of Schedule
     double rise_lr;
     int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
@@ -77,7 +78,9 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts);
 void checkpoint_abandon(CheckpointWriter* writer);
 // Writes state.json: `text`, an open object that ends in ",\n"; then "files" with sizes and checksums, and its own.
 bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files, int count, char* error);
-// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
+// Makes RUN/best a link to the checkpoint of a step.
+bool checkpoint_mark_best(const char* run_folder, int64_t step, char* error);
+// Removes all but the newest `keep`, never `step`'s nor the best, and leftovers of interrupted saves.
 bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
 
 // A reader of a checkpoint's arrays. `error` keeps the first failure; it is "" while there is none.

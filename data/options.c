@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include "files.h"
 #include "json.h"
 #include "memory.h"
 #include "options_synonyms.h"
@@ -123,10 +124,15 @@ static bool size_parse(const char* text, long long* bytes) {
     return true;
 }
 
+// Returns the word that may stand for a number; "": none.
+static const char* word_of(const Option* option) {
+    return strcmp(option->standard, "auto") == 0 ? "auto" : strstr(option->values, "best") ? "best" : "";
+}
+
 bool option_set(const Option* option, Options* options, const char* text, char* error) {
     void* field = (char*)options + option->offset;
     bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-    if (number && strcmp(option->standard, "auto") == 0 && strcmp(text, "auto") == 0) {
+    if (number && *text && strcmp(text, word_of(option)) == 0) {
         if (option->type == OPTION_INT) *(long long*)field = OPTION_AUTO;
         if (option->type == OPTION_REAL) *(double*)field = OPTION_AUTO;
         return true;
@@ -160,7 +166,7 @@ const char* option_text(const Option* option, const Options* options) {
         case OPTION_SIZE:
             return number == 0 ? option->standard : text_kept("%lldK", number / 1024);
         case OPTION_INT:
-            return number == OPTION_AUTO ? "auto" : text_kept("%lld", number);
+            return number == OPTION_AUTO ? word_of(option) : text_kept("%lld", number);
         case OPTION_REAL:
             if (*(const double*)field == OPTION_AUTO) return "auto";
             return text_kept("%s", number_text(*(const double*)field, text, sizeof(text)));
@@ -207,6 +213,49 @@ static bool parse_one(Options* options, int argc, char** argv, int* at, char* er
     return option_set(option, options, value, error);
 }
 
+// Options of a file that a typed one leaves out, since they belong to what it replaces.
+static const char* const REPLACED[][2] = {{"preset", "rule weights m v override"},
+                                          {"model", "size layers channels heads"},
+                                          {"size", "model layers channels heads"},
+                                          {"prompt", "prompt-file"},
+                                          {"prompt-file", "prompt"}};
+
+// Takes an option of --config that is not typed.
+static bool config_take(Options* o, const char* name, const char* value, char* error) {
+    const Option* option = option_find(name);
+    if (!option) return unknown_option(text_kept("--%s", name), error);
+    if (!option_is_saved(option)) return data_error(error, "--%s is of one start alone; type it", name);
+    bool left = option_given(o, name) || text_among(name, "run resume config", ' ');
+    for (size_t i = 0; i < sizeof(REPLACED) / sizeof(REPLACED[0]); i++) {
+        left = left || (option_given(o, REPLACED[i][0]) && text_among(name, REPLACED[i][1], ' '));
+    }
+    return left || option_set(option, o, value, error);
+}
+
+// Reads --config: the object of a run's config.json, or lines of an option and its value, or # and a comment.
+static bool config_read(Options* o, char* error) {
+    const char* path = o->config;
+    char why[DATA_ERROR_BYTES];
+    bool ok = true;
+    int64_t bytes;
+    SCOPED char* text = file_read(path, &bytes, why);
+    if (!text) return data_error(error, "--config: %s", why);
+    const bool object = text[strspn(text, " \t\r\n")] == '{';
+    JSON_SCOPED Json* json = object ? json_read(path, why) : NULL;
+    for (const Json* one = json ? json->child : NULL; one && ok; one = one->next) {
+        ok = config_take(o, one->key, one->text ? one->text : "", why);
+    }
+    const char* lines = object ? NULL : text;
+    for (const char* line; ok && (line = text_word(&lines, '\n'));) {
+        line += strspn(line, " \t\r-");
+        const size_t length = strcspn(line, " \t\r=#");
+        const char *name = text_kept("%.*s", (int)length, line), *value = line + length;
+        value += strspn(value, " \t=");
+        if (length) ok = config_take(o, name, text_kept("%.*s", (int)strcspn(value, "\r"), value), why);
+    }
+    return (ok && (json || !object)) || data_error(error, "--config %s: %s", path, why);
+}
+
 bool options_parse(Options* options, int argc, char** argv, char* error) {
     char one[DATA_ERROR_BYTES];
     size_t used = 0;
@@ -217,7 +266,7 @@ bool options_parse(Options* options, int argc, char** argv, char* error) {
                 (size_t)snprintf(error + used, DATA_ERROR_BYTES - used, "%s%s", used ? "\ntrain: error: " : "", one);
         }
     }
-    return used == 0;
+    return used == 0 && (!*options->config || config_read(options, error));
 }
 
 bool option_given(const Options* options, const char* name) {
@@ -297,7 +346,7 @@ void options_json(const Options* options, bool typed, FILE* file) {
         if (!option_is_saved(option)) continue;
         const char* value = option_text(option, options);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-        if (typed && number && strcmp(value, "auto") != 0) {
+        if (typed && number && *value <= '9') {  // not "auto" or "best"
             fprintf(file, "%s\"%s\": %s", separator, option->name, value);
         } else {
             json_write_text_member(file, separator, option->name, value);

@@ -7,15 +7,15 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-enum { OPTION_COUNT = 89 };
-#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it
+enum { OPTION_COUNT = 90 };
+#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; of --keep best
 
 // The values, by type. The rows of OPTIONS say what each means.
 typedef struct {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
         *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
         *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
-        *resume, *device, *save, *sample, *completion;
+        *resume, *device, *save, *config, *sample, *completion;
     long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         momentum_warmup, kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every,
         sample_tokens, samples, top_k, eval_every, print_every, save_every, keep, seed, memory, fit;
@@ -45,7 +45,7 @@ bool option_set(const Option* option, Options* options, const char* text, char* 
 // Returns the value as one would type it: a text itself, or a number, kept as by text_kept.
 const char* option_text(const Option* option, const Options* options);
 void options_defaults(Options* options);
-// --name value, --name=value or a bare --flag; -h is --help.
+// --name value, --name=value or a bare --flag; -h is --help. --config FILE gives what is not typed.
 bool options_parse(Options* options, int argc, char** argv, char* error);
 bool option_given(const Options* options, const char* name);  // was it typed?
 // Refuses two options that exclude each other if both were typed.

@@ -1,4 +1,5 @@
 #include "report.h"
+#include "defaults.h"
 #include "sampling.h"
 #include <math.h>
 #include <stdlib.h>
@@ -63,29 +64,18 @@ void report_batch(RunFolder* run, int64_t windows, int world, int V) {
     }
 }
 
-void report_schedule(RunFolder* run, double usual_lr, double usual_lr_of_any) {
+void report_schedule(RunFolder* run) {
     const Options* o = run->options;
     const bool constant = strcmp(o->schedule, "constant") == 0;
-    const char* rate = "";
-    if (!gpt2_named(o->model) && o->lr == usual_lr / 10) {
-        rate = text_kept(" (a tenth of the usual %g: the weights of --model are trained)", usual_lr);
-    } else if (o->lr == usual_lr && o->lr != usual_lr_of_any) {
-        rate = text_kept(", usual for %s", o->rule);
-    }
-    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, rate,
-            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->weight_decay);
+    run_say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g, beta2 %g\n", o->lr,
+            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->weight_decay, o->beta2);
 }
 
 void report_optim(RunFolder* run, const char* optimizer) {
     const Options* o = run->options;
     run_say(run, " optim    %s\n", optimizer);
     if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
-    // The 8-bit scales of @dq8 do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
-    bool falls = !strstr(o->v, "@dq8");
-    for (const char* at = o->overrides; (at = strstr(at, "v=")); at++) {
-        falls = falls && !strstr(text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8");
-    }
-    if (falls || o->beta2 <= 0.95) return;
+    if (default_v_falls(o) || o->beta2 <= 0.95) return;
     run_say(run,
             " notice   a v with @dq8 and --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type "
             "--beta2 0.95, or a v such as udyn8 or lin4/64\n",
@@ -115,12 +105,12 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
     if (first) {
         printf(
             "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
-            "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s",
+            "  %-12s %-13s %5s %8s %8s %9s %11s %7s %8s",
             model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
             "activations", "other", "total");
         plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
     }
-    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, largest,
+    printf("  %-12s %-13s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, largest,
            (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
            (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
     plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
@@ -235,7 +225,7 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
     const bool known = bytes_per_token > 0;
     if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
     const double values[] = {loss, known ? loss / log(2.0) / bytes_per_token : NAN};
-    if (loss < state->best_val) state->best_val = loss;
+    if (loss < state->best_val) state->best_val = loss, state->best_step = state->step;
     run_say(run, "val  %6lld  loss %.4f (best %.4f)", (long long)state->step, loss, state->best_val);
     if (known) run_say(run, "  %.4f bits per byte", values[1]);
     run_say(run, "  %.1f s\n", seconds);
@@ -243,7 +233,8 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 }
 
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune) {
-    const long long step = run->state.step, keep = run->options->keep;
+    const long long step = run->state.step;
+    const bool best = run->options->keep == OPTION_AUTO;
     char* error = run->error;
     const char* path = checkpoint_name(run->path, step);
     if (!ok) checkpoint_abandon(writer);
@@ -262,7 +253,10 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
     snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
     if (!writer->folder) return true;
     run_say(run, "save %6lld  %s  %.1f s\n", step, path, seconds_now() - begin);
-    if (prune && !checkpoint_prune(run->path, keep, step, error)) fprintf(stderr, "train: notice: %s\n", error);
+    if (best && run->state.best_step == step && !checkpoint_mark_best(run->path, step, error)) return false;
+    if (prune && !checkpoint_prune(run->path, best ? 2 : run->options->keep, step, error)) {
+        fprintf(stderr, "train: notice: %s\n", error);
+    }
     return true;
 }
 

@@ -8,13 +8,12 @@
 C_LINKAGE_BEGIN
 
 // Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
-// much of its `windows` is trained by `world` ranks; the optimizer; the schedule, whose usual rates for this model's
-// size are those of the rule and of a rule without a rate of its own; and the memory, of which `available` bytes are
-// free.
+// much of its `windows` is trained by `world` ranks; the optimizer; the schedule; and the memory, of which `available`
+// bytes are free.
 void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V);
 void report_batch(RunFolder* run, int64_t windows, int world, int V);
 void report_optim(RunFolder* run, const char* optimizer);
-void report_schedule(RunFolder* run, double usual_lr, double usual_lr_of_any);
+void report_schedule(RunFolder* run);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
 // Prints a row of --fit: the largest batch that fits (0: none), and the bytes by kind that it takes, or that one
 // sequence takes. The `first` row has a title before it.

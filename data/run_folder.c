@@ -320,10 +320,10 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     char* error = run->error;
     const bool resumes = *run->sources[0], saves = size > 0 && strcmp(o->save, "none") != 0;
     const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
-    const long long count = o->keep < all ? o->keep + 1 : all;
+    const long long most = o->keep == OPTION_AUTO ? 3 : o->keep, count = most < all ? most + 1 : all;
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
         return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
-                          count > 1 ? "s" : "", o->keep > 1 && all > 2 ? ", or type --keep 1" : "",
+                          count > 1 ? "s" : "", most > 1 && all > 2 ? ", or type --keep 1" : "",
                           run_saves_states(run) ? ", or type --save weights or none" : "");
     }
     if (!tokenizers_agree(weights, run->sources[2])) {

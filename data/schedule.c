@@ -45,12 +45,7 @@ bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t
 bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
     const bool wsd = strcmp(s->kind, "wsd") == 0;
     const int64_t flat = wsd ? (int64_t)((double)s->steps - (double)s->steps * s->decay_fraction) : s->steps;
-    if (s->warmup < 0) {
-        const int64_t usual = s->steps / 20 < 700 ? s->steps / 20 : 700, least = s->steps < 80 ? s->steps * 3 / 4 : 60;
-        s->warmup = usual > least ? usual : least;
-        if (s->warmup > flat) s->warmup = flat;
-    }
-    if (s->warmup > s->steps && !warmup_typed) s->warmup = s->steps;  // a resumed run that was made shorter
+    if (s->warmup > flat && !warmup_typed) s->warmup = flat;  // as in a resumed run that was made shorter
     const long long warmup = s->warmup, steps = s->steps;
     if ((float)s->lr == 0 && steps > 0) {
         return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", s->lr);

@@ -22,12 +22,11 @@ typedef struct {
     const char* kind;       // cosine, linear, constant or wsd
     double lr, final_lr;    // the largest rate; the last one as a share of it
     double decay_fraction;  // wsd: share of the steps in which the rate falls
-    int64_t steps, warmup;  // of the run; of linear warm-up, -1: to be chosen
+    int64_t steps, warmup;  // of the run; of linear warm-up
     int64_t rise_step;      // where the run was resumed with a larger rate, to which it rises from rise_lr over as many
     double rise_lr;         // steps as a warm-up has, or half of those that are left; 0: there was no such resume
 } Schedule;
-// Chooses the warm-up if it is -1. One that was typed must end before the run does, and before wsd's decay. Refuses a
-// rate of 0.
+// Ends the warm-up where the run ends, and before wsd's decay; refuses a typed one that is longer, and a rate of 0.
 bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
 // Returns the learning rate of step 0, 1, ... steps-1.
 double learning_rate(const Schedule* schedule, int64_t step);

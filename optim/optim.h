@@ -133,9 +133,8 @@ void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int coun
 // `error` that names the option, what was found and what to type; it suggests the nearest known name.
 bool optim_resolve(OptimConfig* config, char* error);
 
-// Returns the usual learning rate of a rule for a model of `channels`: adamw's is near GPT-3's, and rules that need
-// another one get a multiple of it. An unknown rule, such as "", gets adamw's.
-double optim_usual_lr(const char* rule, int64_t channels);
+// Returns the usual learning rate of a rule over adamw's.
+double optim_usual_rate(const char* rule);
 // Returns beta3 for --beta3 auto. ademamix's slow average remembers a third of a run of `steps` steps; came's
 // confidence remembers ten times as many steps as v does.
 double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
@@ -279,8 +278,7 @@ bool optim_saved_load(Optim* optim, OptimStored* stored, const struct Json* form
 // The options of a run that resumes with other options than its checkpoint's.
 struct OptimResume {
     OptimConfig config;  // not resolved: the options of this run; optim_resume may change v and overrides
-    double lr;           // becomes the usual one of a new rule unless it was typed
-    int64_t channels;
+    double lr;           // becomes larger or smaller as a new rule wants it unless it was typed
     bool v_typed, lr_typed, overrides_typed;
     const struct Json *options, *formats;  // of the checkpoint
     char* changed;                         // receives the changed options, for the banner

@@ -180,7 +180,9 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
     const double slower = rule_of(config)->slower;
     const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", NON_MATRIX_TENSORS,
                               has_v ? preset->m : "fp32", has_v ? preset->v : "fp32");
-    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
+    // Muon's rate suits its embeddings too; others give adamw its usual rate.
+    const bool own_rate = slower != 1.0 && !rule_of(config)->has_momentum;
+    if (own_rate) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     config->overrides = text_format("%s%s%s", rest, *more ? "; " : "", more);
 }
@@ -254,22 +256,9 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
                       NEWTON_SCHULZ_NAMES);
 }
 
-double optim_usual_lr(const char* rule, int64_t channels) {
+double optim_usual_rate(const char* rule) {
     const RuleRow* row = find_row(rule_table(), rule);
-    // Rates of small models were found by trial; from 768 channels on they are GPT-3's, whose table has 2560, 4096,
-    // 5140 and 12288 channels.
-    constexpr struct {
-        int64_t channels;
-        double lr;
-    } usual[] = {{256, 3e-3},    {512, 1e-3},    {768, 6e-4},  {1024, 3e-4}, {2048, 2e-4},
-                 {2560, 1.6e-4}, {4096, 1.2e-4}, {5376, 1e-4}, {8192, 8e-5}};
-    double adamw = 6e-5;
-    for (const auto& each : usual) {
-        if (channels > each.channels) continue;
-        adamw = each.lr;
-        break;
-    }
-    return row ? adamw / row->slower : adamw;
+    return row ? 1.0 / row->slower : 1.0;
 }
 
 double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {

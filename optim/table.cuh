@@ -50,8 +50,8 @@
 // Rules that read whole matrices. Vectors and embeddings need another rule; NON_MATRIX_TENSORS (override.h) gives them
 // adamw.
 #define OPTIM_MATRIX_RULES(ROW)                                                                                   \
-    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 1, Muon)       \
-    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 1, NorMuon)                          \
+    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 0.5, Muon)     \
+    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 0.5, NorMuon)                        \
     ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25, GaLore)  \
     ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25, Fira)          \
     ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25, Apollo) \
@@ -181,6 +181,8 @@ constexpr PresetRow PRESETS[] = {
      "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
     {"muon8", "muon", "bf16:sr", "soft8/32", "none", "8-bit momentum; the rest as adamw8c",
      "wte|wpe|ln*|*.bias: rule=adamw m=soft8/32 v=sqrt8/32"},
+    {"muon8w8", "muon", "lin8:sr", "soft8/32", "none", "8-bit weights, too: about 2.5 bytes held with --release on",
+     "wte|wpe|ln*|*.bias: rule=adamw weights=bf16:sr m=soft8/32 v=sqrt8/32"},
     {"muon4", "muon", "bf16:sr", "de4/32@dq8", "none", "2.53 bytes a parameter; the rest as adamw4l",
      "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
     {"galore8", "galore", "bf16:sr", "dyn8/256", "udyn8/256", "moments of rank --rank; the rest as adamw8",

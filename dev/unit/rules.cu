@@ -1,25 +1,37 @@
 // Tests of the rules' usual settings and of the ways to keep weights: splits, compensation and feedback against what
 // they promise. laws*.cu have what holds of all of them.
+#include "../../data/defaults.h"
 #include "../../optim/kernel.cuh"
 #include "steps.h"
 
-TEST(rules_usual_learning_rates) {
-    for (int64_t channels : {64, 256, 257, 768, 1600}) {
-        double adamw = optim_usual_lr("adamw", channels);
-        expect(adamw == optim_usual_lr("", channels) && adamw == optim_usual_lr("ademamix", channels), "%g", adamw);
-        expect(optim_usual_lr("lion", channels) == adamw / 5, "%g", optim_usual_lr("lion", channels));
+// What `auto` gives GPT-2 124M (data/defaults.h).
+TEST(rules_defaults) {
+    const std::tuple<const char*, const char*, double, long long, double, long long, double, double> rows[] = {
+        {"adamw", "fp32", 1.0, 2746, 0.0018, 137, 0.1, 0.995},
+        {"adamw", "sqrt4/32@dq8", 1.0, 2746, 0.0018, 137, 0.1, 0.95},
+        {"muon", "none", 2.0, 2746, 0.0036, 40, 0.4, 0.995},
+        {"muon", "none", 2.0, 80, 0.006, 40, 0.4, 0.95},
+        {"lion", "none", 0.2, 2746, 0.00036, 137, 0.1, 0.95},
+        {"muon", "none", 2.0, 20000, 0.0037, 40, 0.054, 0.964},
+        {"adamw", "udyn8/256", 1.0, 20000, 0.0018, 700, 0.1, 0.964}};
+    Options o;
+    options_defaults(&o);
+    o.seq = 1024, o.channels = 768, o.overrides = "none";
+    for (const auto& [rule, v, rate, steps, lr, warmup, decay, beta2] : rows) {
+        expect(optim_usual_rate(rule) == rate, "%s: %g", rule, optim_usual_rate(rule));
+        Options run = o;
+        run.rule = rule, run.v = v, run.steps = steps;
+        run.tokens_per_step = default_tokens_per_step(&run, 0);
+        expect(run.tokens_per_step == (steps == 80     ? 32768
+                                       : steps == 2746 ? 65536
+                                                       : 524288),
+               "%lld", run.tokens_per_step);
+        defaults_choose(&run, rate, false);
+        expect(run.lr == lr && run.warmup == warmup && run.weight_decay == decay && fabs(run.beta2 - beta2) < 1e-9,
+               "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.weight_decay, run.beta2);
     }
-    expect(optim_usual_lr("adamw", 768) == 6e-4 && optim_usual_lr("adamw", 256) == 3e-3, "not as README says");
-    // GPT-3's table, but for 1536 channels.
-    const double gpt3[][2] = {{1024, 3e-4}, {2048, 2e-4}, {2560, 1.6e-4}, {4096, 1.2e-4}, {5140, 1e-4}, {12288, 6e-5}};
-    for (const auto& row : gpt3) {
-        const double lr = optim_usual_lr("adamw", (int64_t)row[0]);
-        expect(lr == row[1], "%g channels: %g", row[0], lr);
-    }
-    for (int64_t channels = 64; channels < 12288; channels += 64) {
-        expect(optim_usual_lr("adamw", channels) >= optim_usual_lr("adamw", channels + 64), "%lld",
-               (long long)channels);
-    }
+    for (const auto& [epoch, tokens] : {std::tuple(1000ll, 32768ll), {100000000, 65536}, {10000000000, 524288}})
+        expect(default_tokens_per_step(&o, epoch) == tokens, "%lld", epoch);
 }
 
 // An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.

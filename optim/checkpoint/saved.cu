@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../data/defaults.h"
 #include "../../data/json.h"
 #include "../../kernels/ranks/collect.cuh"
 #include "../made.h"
@@ -201,8 +202,7 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
 }
 
 // Adapts v and the learning rate to another rule, unless they were typed. A v that the new rule cannot use is dropped,
-// and one that it needs is fp32. The learning rate becomes the new rule's usual one if that differs from the old
-// rule's.
+// and one that it needs is fp32. The learning rate changes by the ratio of the rules' usual ones.
 static void resume_rule(OptimResume* resume) {
     OptimConfig config;
     // The saved v, else the new rule's usual one, else fp32; if none will do, the refusal is that of the usual one.
@@ -213,11 +213,10 @@ static void resume_rule(OptimResume* resume) {
     if (!tried(resume, "none", &config)) return;
     const char* before = json_string(resume->options, "rule", config.rule);
     resume->other_rule = strcmp(before, config.rule) != 0;
-    double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
-    if (resume->lr == old / 10) old /= 10, usual /= 10;  // of trained weights
-    if (resume->lr_typed || old == usual || resume->lr == usual) return;
-    changed(resume, " --lr %g, usual for %s (was %g, for %s)", usual, config.rule, resume->lr, before);
-    resume->lr = usual;
+    const double old = optim_usual_rate(before), usual = optim_usual_rate(config.rule);
+    if (resume->lr_typed || old == usual) return;
+    changed(resume, " --lr %g for %s (was %g, for %s)", resume->lr * usual / old, config.rule, resume->lr, before);
+    resume->lr *= usual / old;
 }
 
 // Sets the overrides, once the other options are known: the typed ones; else those that the user had asked for ("none"
@@ -239,7 +238,9 @@ static void resume_overrides(OptimResume* resume) {
     if (!resume->overrides_typed)
         resume->config.overrides = *resume->asked ? resume->asked : same ? text_copy(had) : "";
     if (!tried(resume, resume->config.overrides, &config)) return;
-    if (strcmp(config.overrides, had) != 0) {
+    // The trainer may have added a decay (data/defaults.h).
+    const size_t length = strlen(config.overrides);
+    if (strncmp(config.overrides, had, length) != 0 || (had[length] && strcmp(had + length, DEFAULT_DECAY) != 0)) {
         changed(resume, " --override %s (was %s)", config.overrides, had);
     } else if (!resume->overrides_typed && *resume->asked && other && has_own) {
         changed(resume, " --override %s (the run's, not %s's)", had, preset);
