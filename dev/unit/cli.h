@@ -139,36 +139,22 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
 #define expect_code(child, want) \
     expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
 
-// Makes `child`, and runs ./train as it in a folder, NULL: where this program runs, to the end.
-#define run_in(child, folder, ...)          \
-    Child child = new_child(false, folder); \
-    start(&child, __VA_ARGS__);             \
+// Makes `child`, and runs ./train as it to the end.
+#define run_train(child, ...)   \
+    Child child = new_child();  \
+    start(&child, __VA_ARGS__); \
     finish(&child)
 
-#define run_train(child, ...) run_in(child, nullptr, __VA_ARGS__)
-
-// Does the same and expects success.
-#define run_well(child, ...)       \
-    run_train(child, __VA_ARGS__); \
-    expect_code(child, 0)
-
-// Runs ./train as a child that has been set up, and expects success.
-#define train_as(child, ...)       \
-    do {                           \
-        start(child, __VA_ARGS__); \
-        finish(child);             \
-        expect_code(*(child), 0);  \
-    } while (0)
-
 // Runs ./train to the end and expects success; no child is left to ask.
-#define train_well(...)               \
-    do {                              \
-        run_well(child, __VA_ARGS__); \
+#define train_well(...)                \
+    do {                               \
+        run_train(child, __VA_ARGS__); \
+        expect_code(child, 0);         \
     } while (0)
 
 template <class Body>
 void for_presets(Test* test, Body body) {
-    run_well(list, "--list-presets");
+    run_train(list, "--list-presets");
     char name[32];
     int presets = 0;
     for (const char* line = OUT(list); *line; line += strcspn(line, "\n"), line += *line == '\n') {
@@ -254,20 +240,13 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
 // The arguments are the folder of text.txt and that of the run.
 #define BRIEF SHAPE " " QUICK " --data %s/text.txt --run %s"
 
-// Returns whether the files `name` and `other` (NULL: `name` too) of two folders are equal; both must be there.
-inline bool equal_files(Test* test, const char* a, const char* b, const char* name, const char* other = nullptr) {
+// Expects that the files of this name in two folders are there and equal.
+inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name) {
     int64_t a_bytes = 0, b_bytes = 0;
-    if (!other) other = name;
-    char *a_text = contents(a, name, &a_bytes), *b_text = contents(b, other, &b_bytes);
-    expect(a_text && b_text, "%s/%s or %s/%s is not there", a, name, b, other);
+    char *a_text = contents(a, name, &a_bytes), *b_text = contents(b, name, &b_bytes);
     const bool equal = a_text && b_text && a_bytes == b_bytes && memcmp(a_text, b_text, a_bytes) == 0;
+    expect(equal, "%s/%s and %s/%s are not there or differ", a, name, b, name);
     free(a_text), free(b_text);
-    return equal;
-}
-
-inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name,
-                               const char* other = nullptr) {
-    expect(equal_files(test, a, b, name, other), "%s/%s and %s/%s differ", a, name, b, other ? other : name);
 }
 
 // This holds what a log says of each step: the training loss as it is spelled there, the gradient's norm and the
@@ -305,11 +284,6 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
     free(log);
 }
 
-inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
-    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
-        expect_equal_files(test, checkpoint_name(a, step), checkpoint_name(b, step), file);
-}
-
 // Expects that two runs did the steps from `first` to `steps` with the same losses to the last bit, and ended in the
 // same weights and states.
 inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps, int first = 1) {
@@ -321,7 +295,8 @@ inline void expect_equal_runs(Test* test, const char* a, const char* b, int step
         expect(false, "loss of step %d: '%s' and '%s'", step, of_a.text[step], of_b.text[step]);
         break;
     }
-    expect_equal_checkpoints(test, a, b, steps);
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
+        expect_equal_files(test, checkpoint_name(a, steps), checkpoint_name(b, steps), file);
 }
 
 // Waits until the run's log has a training line of this step. Returns false when the child ended before.
