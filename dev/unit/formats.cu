@@ -1,11 +1,11 @@
-// Tests of the block formats: every code survives decoding and encoding, encoding is the nearest level against a search
-// of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, of which
-// some are quantised themselves, and on a GPU what packs codes. What becomes of NaN and infinity, names and sizes are
-// in tables.cu, whole steps in laws.cu. A new format is tested here by its rows in optim/table.cuh alone.
-#include <float.h>
-
+// Tests of the formats of states and of weights in blocks. Of each format: every code survives decoding and encoding,
+// encoding is the nearest level against a search of all levels, stochastic rounding is linear in value counted over all
+// its noise. Of each row of the tables (storage properties): scales are the least that hold, what is stored is the
+// nearest level or, with noise, one of the two around and in the mean the value, no v above zero becomes zero, NaN
+// changes nothing else, and pieces do what the whole does. On a GPU what packs codes. Names, sizes and what becomes of
+// rare values are in tables.cu, whole steps in laws.cu. A new format is tested here by its rows in optim/table.cuh
+// alone.
 #include <algorithm>
-#include <vector>
 
 #include "../../optim/kernel.cuh"
 #include "../../optim/table.cuh"
@@ -61,47 +61,25 @@ struct Case {
     }
 };
 
-template <class Format, int BLOCK>
-void check_blocks(Test* test, const char* name);
-template <class Format, int BLOCK>
-void check_double_blocks(Test* test, const char* name);
+// Every mantissa, at a magnitude where nothing is subnormal: the rest only shifts it.
 template <class Format>
-void check_over_largest(Test* test, const char* name);
-
-// Each format that the table has in blocks, once, and what is checked of each kind of block.
-typedef void Check(Test* test, const char* name);
-struct Cases {
-    std::vector<FormatCase> formats;
-    std::vector<std::pair<const char*, Check*>> scales, blocks, double_blocks;
-};
-
-static void check_rows(Test* test, const std::vector<std::pair<const char*, Check*>>& rows) {
-    for (const auto& [name, its] : rows) its(test, name);
-    expect(rows.size() > 10, "%zu rows", rows.size());
-    note(test, "%zu rows", rows.size());
+static void check_over_largest(Test* test, const char* name) {
+    int differ = 0;
+    for (uint32_t bits = 127u << 23; bits < 128u << 23; bits++) {
+        float top = bits_float(bits);
+        differ += over_largest<Format>(top) != top / Format::LARGEST;
+    }
+    expect(differ == 0, "%s: %d scales are not top / %g rounded once", name, differ, (double)Format::LARGEST);
 }
 
-template <class Format, int USUAL>
-static void add_blocks(Cases* cases, const char* name) {
-    cases->formats.push_back(Case<Format>::get(name, Format::SIGNED));
-    cases->scales.push_back({name, check_over_largest<Format>});
-    cases->blocks.push_back({strdup(formatted("%s/%d", name, USUAL)), check_blocks<Format, USUAL>});
-    cases->blocks.push_back({strdup(formatted("%s/512", name)), check_blocks<Format, 512>});
-    cases->blocks.push_back({strdup(formatted("%s/2048", name)), check_blocks<Format, 2048>});
-}
-
-static Cases all_cases() {
-    Cases all;
 #define NO_CASE(...)
-#define ADD_BLOCKS(NAME, NOTE, FORMAT, BLOCK) add_blocks<FORMAT, BLOCK>(&all, NAME);
-#define ADD_DOUBLED(NAME, NOTE, FORMAT, BLOCK) \
-    all.double_blocks.push_back({NAME "/" #BLOCK "@dq8", check_double_blocks<FORMAT, BLOCK>});
-    OPTIM_STATES(NO_CASE, ADD_BLOCKS, ADD_DOUBLED)
-    return all;
-}
+#define FORMAT_CASE(NAME, NOTE, FORMAT, BLOCK) Case<FORMAT>::get(NAME, FORMAT::SIGNED),
+#define CHECK_OVER(NAME, NOTE, FORMAT, BLOCK) check_over_largest<FORMAT>(test, NAME);
+static const std::vector<FormatCase> cases = {OPTIM_STATES(NO_CASE, FORMAT_CASE, NO_CASE)};
 
-static const Cases every = all_cases();
-static const std::vector<FormatCase>& cases = every.formats;
+TEST(formats_scales_are_rounded_once) {
+    OPTIM_STATES(NO_CASE, CHECK_OVER, NO_CASE)
+}
 
 // The levels that are written, in order.
 typedef std::vector<double> SortedLevels;
@@ -147,6 +125,17 @@ TEST(formats_levels_are_the_published_ones) {
     expect(Case<E5m2>::decode(1) == ldexpf(1.0f, -16) && Case<E5m2>::decode(0x7b) == 57344.0f, "e5m2");
     const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     for (uint32_t c = 0; c < 8; c++) expect(Case<E2m1>::decode(c) == e2m1[c], "e2m1 %u", c);
+    for (float scale : {253.0f, 106.0f, 116.5625f, 26.0f}) {  // 126 + log2 of the largest
+        static uint8_t codes[TILE_ELEMENTS];
+        static float x[TILE_ELEMENTS];
+        for (int i = 0; i < TILE_ELEMENTS; i++) codes[i] = (uint8_t)i;
+        AdaLog8<NEAREST>::load({codes, &scale}, 0, x, TILE_ELEMENTS, NoiseKey{});
+        for (int c = 0; c < 256; c++) {
+            const double log = (double)scale * c / 255.0 - 126.0, slack = 8e-7 + ldexp(fabs(log) + 252.0, -24);
+            expect(fabs(log2((double)x[c]) - log) <= slack, "adalog8 %d is 2^%.9g, want 2^%.9g", c, log2((double)x[c]),
+                   log);
+        }
+    }
 }
 
 // Fails unless y's code is that of the nearest level, to within `slack`. Returns whether all was well.
@@ -265,114 +254,184 @@ TEST(formats_stochastic_counts) {
     note(test, "%.2f of bound", worst);
 }
 
-// One tile of a storage on the CPU; `second` is the scale of quantised scales.
-struct Store {
-    char codes[4 * TILE_ELEMENTS];
-    alignas(16) char table[65536];
-    float scales[TILE_ELEMENTS], second;
-    float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+// Properties of a storage, by the functions of its row.
 
-    Streams streams() { return {codes, scales, table, &second}; }
+constexpr int N = TILE_ELEMENTS;
+
+// A tensor of one tile, as a row stores it.
+struct Image {
+    const FormatRow* row;
+    OptimTensor tensor;
+    SpanTile span;
+    alignas(64) char codes[4 * N], table[65536];
+    float scales[2 * N], third[N], next[2 * N];
+
+    Streams streams() { return {codes, scales, table, third, next, &span}; }
+    int bits() const { return row->stream[0].bits; }
+    bool named(const char* part) const { return strstr(row->name, part) != nullptr; }
+    bool roots() const { return named("sqrt"); }
+
+    // Stores x, `piece` elements at a time, and loads it again.
+    void store(const float* x, float* back, const NoiseKey& key, int piece = N) {
+        memset(codes, 0, sizeof(codes)), memset(scales, 0, sizeof(scales)), memset(third, 0, sizeof(third));
+        memset(next, 0, sizeof(next));
+        if (row->table_bytes) row->fill(table);
+        const bool spans = row->stream[1].span != SPAN_RUN;
+        for (int i = 0; i < N && spans; i += piece) row->measure(streams(), i, x + i, piece);
+        for (int i = 0; i < N; i += piece) row->store(streams(), i, x + i, piece, key);
+        if (spans) memcpy(scales, next, sizeof(next));
+        for (int i = 0; i < N; i += piece) row->load(streams(), i, back + i, piece, NoiseKey{});
+    }
 };
 
-// Stores x, and loads it again.
-template <class Storage>
-static void store_tile(Store* store, uint32_t slot, uint32_t step = 7) {
-    Storage::fill(store->table);
-    Storage::store(store->streams(), 0, store->x, TILE_ELEMENTS, NoiseKey{5, step, slot});
-    Storage::load(store->streams(), 0, store->back, TILE_ELEMENTS, NoiseKey{});
-}
-
-// The table's row, whose functions get block and scale as arguments, does what the type does.
-template <class Storage>
-static void check_row(Test* test, const float* x, const char* name) {
-    static Store own, other;
-    const FormatRow* row = find_row(state_table(), name);
-    expect(row && is(row->name, name), "%s is not in the table", name);
-    memset(&own, 0, sizeof(own)), memset(&other, 0, sizeof(other));
-    for (Store* store : {&own, &other}) memcpy(store->x, x, sizeof(store->x));
-    store_tile<Storage>(&own, NOISE_V);
-    row->fill(other.table);
-    row->store(other.streams(), 0, other.x, TILE_ELEMENTS, NoiseKey{5, 7, NOISE_V});
-    row->load(other.streams(), 0, other.back, TILE_ELEMENTS, NoiseKey{});
-    expect(memcmp(&own, &other, sizeof(own)) == 0, "the row of %s does something else", name);
-    for (int i = 0; i < 3; i++) {
-        const StreamInfo &its = Storage::STREAM[i], &listed = row->stream[i];
-        expect(is(its.name, listed.name) && is(its.dtype, listed.dtype) && its.bits == listed.bits &&
-                   its.run == listed.run,
-               "array %d of %s", i, name);
+// The largest magnitude among the elements that share element i's scale.
+static void shared_tops(const Image& image, const float* x, float* top) {
+    const StreamInfo& scales = image.row->stream[1];
+    const int64_t cols = image.tensor.cols, used = image.tensor.rows * cols;
+    const bool vector = image.tensor.rows == 1, rank1 = scales.span == SPAN_RANK1;
+    const int run = scales.span == SPAN_TENSOR ? N : rank1 ? 128 : scales.run;
+    std::vector<float> row(N), col(N), block(N);
+    for (int64_t i = 0; i < used; i++) {
+        for (float* each : {&row[i / cols], &col[i % cols], &block[i / run]}) *each = fmaxf(*each, fabsf(x[i]));
+    }
+    for (int64_t i = 0; i < N; i++) {
+        top[i] = !rank1 || vector ? block[i / run] : i < used ? fminf(row[i / cols], col[i % cols]) : 0.0f;
     }
 }
 
-// Every mantissa, at a magnitude where nothing is subnormal: the rest only shifts it.
-template <class Format>
-void check_over_largest(Test* test, const char* name) {
-    int differ = 0;
-    for (uint32_t bits = 127u << 23; bits < 128u << 23; bits++) {
-        float top = bits_float(bits);
-        differ += over_largest<Format>(top) != top / Format::LARGEST;
-    }
-    expect(differ == 0, "%s: %d scales are not top / %g rounded once", name, differ, (double)Format::LARGEST);
-}
-
-TEST(formats_scales_are_rounded_once) {
-    check_rows(test, every.scales);
-}
-
-// In a v, only a block of zeros decodes to zero, however much its values differ.
-template <class Storage>
-static void check_v(Test* test, Store* store, const char* name) {
-    store_tile<Storage>(store, NOISE_V);
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
-        expect((store->back[i] > 0.0f) == (store->x[i] > 0.0f) && store->back[i] >= 0.0f, "%s: v %g became %g", name,
-               (double)store->x[i], (double)store->back[i]);
-    }
-}
-
-template <class Format, int BLOCK>
-void check_blocks(Test* test, const char* name) {
-    static Store store;
-    float* const x = store.x;
-    // Each block has a magnitude of its own; one block is all zero, one has infinity, one is subnormal.
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
-        int block = i / BLOCK, exponent = block % 7 * 9 - 30;
-        float value = test_uniform(11, i);
-        x[i] = ldexpf(Format::SIGNED ? value : fabsf(value), exponent);
-        if (TILE_ELEMENTS / BLOCK >= 4) {
-            if (block == 1) x[i] = 0.0f;
-            if (block == 2) x[i] = ldexpf(fabsf(value), -135);
-            if (block == 3 && i % BLOCK == 5) x[i] = INFINITY;
+// All numbers that the codes of element i can stand for, with the scales that are stored, in order; of roots their
+// roots. Not those that are never written: NaN, infinity, what lies beyond the largest; of a v above zero, zero.
+static std::vector<std::vector<double>> stored_levels(Image* image, bool is_v) {
+    static float x[N];
+    std::vector<char> kept(image->codes, image->codes + sizeof(image->codes));
+    std::vector<std::vector<double>> levels(N);
+    const bool past = strncmp(image->row->name, "lin8", 4) == 0 || image->named("soft8");  // the last code is
+    for (int code = 0; code < (image->bits() == 8 ? 256 - past : 16); code++) {
+        const bool e4m3 = image->named("e4m3") && (code & 127) > 126, e5m2 = image->named("e5m2") && (code & 127) > 123;
+        if (e4m3 || e5m2) continue;
+        memset(image->codes, image->bits() == 8 ? code : code * 17, N);
+        image->row->load(image->streams(), 0, x, N, NoiseKey{});
+        for (int i = 0; i < N; i++) {
+            const double level = image->roots() ? sqrt((double)x[i]) : x[i];
+            if (isfinite(level) && (!is_v || level > 0.0)) levels[i].push_back(level);
         }
     }
-    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, NOISE_M);
-    for (int b = 0; b < TILE_ELEMENTS / BLOCK; b++) {
-        float top = 0.0f;
-        for (int i = 0; i < BLOCK; i++) {
-            float value = x[b * BLOCK + i];
-            if (Format::ROOT && isinf(value)) continue;  // its root is NaN
-            if (fabsf(value) > top) top = fabsf(value);
-        }
-        if (Format::ROOT) top = top < 0x1p-100f ? 0.0f : sqrtf(top);
-        if (top > 4.25e37f) top = 4.25e37f;
-        float want = Format::LARGEST == 1.0f ? top : top / Format::LARGEST, least = FLT_MIN * Format::UNITS;
-        if (top > 0.0f && want < least) want = least;
-        expect(store.scales[b] == want, "%s block %d: scale %a, want %a", name, b, (double)store.scales[b],
-               (double)want);
-        for (int i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
-            float back = store.back[i];
-            expect(isfinite(back) && (top > 0.0f || back == 0.0f), "%s: %g became %g", name, (double)x[i],
-                   (double)back);
-        }
-    }
-    for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f + fabsf(test_uniform(3, i)), -(i * 37 % 120));
-    check_v<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(test, &store, name);
-    check_v<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(test, &store, name);
-    check_row<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(test, x, name);
-    check_row<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(test, x, formatted("%s:sr", name));
+    memcpy(image->codes, kept.data(), kept.size());
+    for (auto& each : levels) std::sort(each.begin(), each.end());
+    return levels;
 }
 
-TEST(formats_blocks) {
-    check_rows(test, every.blocks);
+// Runs of 32 of magnitudes of their own, or of rows and columns; one run is zero.
+static void image_values(const Image& image, bool has_sign, float* x) {
+    for (int i = 0; i < N; i++) {
+        const int run = i / 32, exponent = image.row->stream[1].span == SPAN_RUN ? run % 7 * 4 - 12 : i % 11 - i / 97;
+        const float value = ldexpf(test_uniform(11, i), exponent);
+        x[i] = run == 9 || i >= image.tensor.rows * image.tensor.cols ? 0.0f : has_sign ? value : fabsf(value);
+    }
+}
+
+static void check_levels(Test* test, Image* image, const float* x, bool is_v) {
+    const char* name = image->row->name;
+    static float back[N], top[N];
+    const bool noisy = image->named(":sr"), log = image->named("adalog8"), dq8 = image->named("@dq8");
+    double sum = 0.0, variance = 0.0;
+    std::vector<std::vector<double>> all;
+    shared_tops(*image, x, top);
+    const double most = *std::max_element(top, top + N);
+    int far = 0, wide = 0, lost = 0;
+    for (uint32_t step = 1; step <= (noisy ? 16 : 1); step++) {
+        image->store(x, back, NoiseKey{5, step, is_v ? NOISE_V : NOISE_M});
+        if (step == 1) all = stored_levels(image, is_v);
+        for (int i = 0; i < N; i++) {
+            const std::vector<double>& levels = all[i];
+            const double y = image->roots() ? sqrt((double)x[i]) : x[i], got = image->roots() ? sqrt(back[i]) : back[i],
+                         absmax = image->roots() ? sqrt((double)top[i]) : top[i];
+            lost += is_v && x[i] > 0.0f && !(back[i] > 0.0f);
+            if (absmax == 0.0 || levels.empty()) {
+                far += !log && back[i] != 0.0f;
+                continue;
+            }
+            // The scale is the least that holds the largest: of its type, and no smaller than what the tile's allows.
+            const double ratio = std::max(levels.back(), -levels.front()) / absmax, room = image->named("@e8m0") ? 2.0
+                                                                                           : dq8 ? 1.1251
+                                                                                                 : 1.0;
+            const bool small = dq8 && absmax < (image->roots() ? sqrt(most) : most) * 0x1p-30;
+            wide += ratio < 1.0 - (log ? 3e-5 : 1e-6) || (!small && ratio > room * (1.0 + (log ? 3e-5 : 1e-6)));
+            if (x[i] == 0.0f) continue;
+            const size_t above = std::upper_bound(levels.begin(), levels.end(), y) - levels.begin();
+            const double down = above > 0 ? levels[above - 1] : levels[0],
+                         up = above < levels.size() ? levels[above] : levels.back();
+            const double slack = 3e-5 * absmax + (image->bits() == 8 ? 1e-4 * fabs(y) : 0.0);
+            if (!noisy && log) {
+                const double off = fabs(log2(got / y)), best = fmin(fabs(log2(down / y)), fabs(log2(up / y)));
+                far += !(off <= best + 1e-4);
+            } else if (!noisy) {
+                far += !(fabs(got - y) <= fmin(fabs(down - y), fabs(up - y)) + slack);
+            } else {
+                far += !(got >= down - slack && got <= up + slack);
+                const double part = (y - down) / (up - down);
+                if (!(up > down) || log || up - down < 4.0 * slack) continue;
+                sum += (got - y) / (up - down), variance += part * (1.0 - part);
+            }
+        }
+    }
+    expect(far == 0 && wide == 0 && lost == 0, "%s, %d x %d, %s: %d not next to what was stored, %d scales, %d lost",
+           name, (int)image->tensor.rows, (int)image->tensor.cols, is_v ? "v" : "m", far, wide, lost);
+    expect(fabs(sum) <= 5.0 * sqrt(variance) &&
+               (variance > 100.0 || !noisy || log || image->row->stream[1].span != SPAN_RUN),
+           "%s: the mean is off by %.1f standard errors of %.0f", name, sum / sqrt(variance + 1e-9), variance);
+}
+
+// Beside NaN all is as beside zero, and beside infinity finite.
+static void check_rare(Test* test, Image* image, const float* given) {
+    static float x[N], back[2][N];
+    memcpy(x, given, sizeof(x));
+    for (int nan = 0; nan < 2; nan++) x[5] = nan ? NAN : 0.0f, image->store(x, back[nan], NoiseKey{5, 7, NOISE_V});
+    back[0][5] = back[1][5] = 0.0f;
+    expect(memcmp(back[0], back[1], sizeof(back[0])) == 0, "%s: NaN changes others", image->row->name);
+    x[5] = INFINITY;
+    image->store(x, back[0], NoiseKey{5, 7, NOISE_V});
+    for (int i = 0; i < N; i++) expect(isfinite(back[0][i]), "%s: %g", image->row->name, (double)back[0][i]);
+}
+
+// Threads of a GPU take 8 or 16 elements, a core a whole tile.
+static void check_pieces(Test* test, Image* image, const float* x) {
+    static Image whole;
+    static float back[2][N];
+    const NoiseKey key = {1, 2, NOISE_V};
+    image->store(x, back[0], key);
+    whole = *image;
+    for (int piece : {8, 16}) {
+        image->store(x, back[1], key, piece);
+        expect(memcmp(&whole, image, sizeof(whole)) == 0 && memcmp(back[0], back[1], sizeof(back[0])) == 0, "%s by %d",
+               image->row->name, piece);
+    }
+}
+
+TEST(formats_storages) {
+    static Image image;
+    static float x[N];
+    int rows = 0;
+    for (int r = 0; r < state_table().count; r++) {
+        image.row = &state_table().row[r];
+        const StreamInfo& scales = image.row->stream[1];
+        for (int64_t cols : {2043, 61, 1}) {
+            const bool spans = scales.span != SPAN_RUN;
+            if (cols != 2043 && !spans) continue;
+            image.tensor = {"tensor", cols == 2043 ? 1 : cols == 61 ? 33 : 2000, cols, true, 0};
+            if (spans) image.span = span_tile(scales.span, &image.tensor, 0, 0);
+            for (bool is_v : {false, true}) {
+                if (!is_v && !image.row->has_sign) continue;
+                image_values(image, !is_v, x);
+                if (image.bits() <= 8) check_levels(test, &image, x, is_v);
+            }
+            if (image.bits() <= 8) check_rare(test, &image, x);
+            if (spans || scales.bits == 0) check_pieces(test, &image, x);
+            rows++;
+        }
+    }
+    expect(rows > 200, "%d rows", rows);
+    note(test, "%d rows", rows);
 }
 
 TEST(formats_narrow_scales) {
@@ -383,77 +442,8 @@ TEST(formats_narrow_scales) {
         expect(e8m0 >= scale && (double)e8m0 < (double)scale * 2.0, "e8m0 %a of %a", (double)e8m0, (double)scale);
         expect(ScaleE8m0::decode(ScaleE8m0::encode(e8m0)) == e8m0, "e8m0 %a", (double)e8m0);
     }
-    expect(ScaleE8m0::encode(FLT_MAX) == 254, "largest");
+    expect(ScaleE8m0::encode(3.40282347e38f) == 254, "largest");
     expect(ScaleE8m0::encode(0.0f) == 0 && ScaleE8m0::decode(0) == 0.0f, "zero");
-}
-
-// The scale that a block should have, in fp32.
-template <class Format>
-static float wanted_scale(const float* x, int n) {
-    float top = 0.0f, scale;
-    for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
-    block_scale<Format, ScaleFp32>(top, &scale);
-    return scale;
-}
-
-// Blocks of magnitudes 2^32 apart and more, one of zeros.
-static void fill_tile(Store* tile, int block, bool has_sign) {
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
-        float value = test_uniform(6, i);
-        tile->x[i] = i / block == 1 ? 0.0f : ldexpf(has_sign ? value : fabsf(value), i / block * 5 % 79 - 90);
-    }
-}
-
-// Scales that are quantised themselves (ScaleDq8 in optim/formats/scales.cuh).
-template <class Format, int BLOCK>
-void check_double_blocks(Test* test, const char* name) {
-    static Store tile;
-    const uint8_t* scales = (const uint8_t*)tile.scales;
-    fill_tile(&tile, BLOCK, Format::SIGNED);
-    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_M);
-    const auto* table = (const typename Format::Table*)tile.table;
-    expect(tile.second == wanted_scale<Format>(tile.x, TILE_ELEMENTS), "%s: second %a", name, (double)tile.second);
-    int largest = 0, least = 0;
-    for (int b = 0; b < TILE_ELEMENTS / BLOCK; b++) {
-        double want = wanted_scale<Format>(tile.x + b * BLOCK, BLOCK);
-        float scale = double_decode<Format>(scales[b], tile.second);
-        largest += scales[b] == 255, least += scales[b] == 1;
-        expect((scales[b] == 0) == (want == 0.0), "%s: scale %d has code %d", name, b, scales[b]);
-        expect((double)scale >= want * (1.0 - 6e-7), "%s: scale %d is %g, want %g", name, b, (double)scale, want);
-        expect(scales[b] < 2 || (double)scale <= want * 1.1251, "%s: scale %d is %g, want %g", name, b, (double)scale,
-               want);
-        float decoded[1 << Format::BITS];
-        for (uint32_t code = 0; code < 1u << Format::BITS; code++) decoded[code] = Format::decode(table, code, scale);
-        for (int i = b * BLOCK; i < (b + 1) * BLOCK && test->failures < 20; i++) {
-            // The nearest of all levels, of the root where that is stored.
-            double nearest = INFINITY, x = Format::ROOT ? sqrt((double)tile.x[i]) : (double)tile.x[i];
-            for (float level : decoded)
-                nearest = fmin(nearest, fabs(x - (Format::ROOT ? sqrt((double)level) : (double)level)));
-            double off = fabs(x - (Format::ROOT ? sqrt((double)tile.back[i]) : (double)tile.back[i]));
-            double unit = (double)scale * (double)Format::LARGEST;
-            // soft8's bounds are the middle in z, not of the levels. moment_root begins at 2^-50.
-            double slack = 3e-5 * unit + (Format::BITS == 8 ? 1e-4 * fabs(x) : 0.0) + (Format::ROOT ? 0x1p-50 : 0.0);
-            expect(off <= nearest + slack, "%s: %g became %g, off by %g and not %g", name, (double)tile.x[i],
-                   (double)tile.back[i], off, nearest);
-        }
-    }
-    expect(largest >= 1 && least >= 1, "%s: %d scales are the tile's, %d the least", name, largest, least);
-    for (float& x : tile.x) x = fabsf(x) < 0x1p-99f && x != 0.0f ? 0x1p-99f : fabsf(x);
-    check_v<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(test, &tile, name);
-    check_v<Blocks<Format, BLOCK, ScaleDq8, STOCHASTIC>>(test, &tile, name);
-    check_row<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(test, tile.x, name);
-    check_row<Blocks<Format, BLOCK, ScaleDq8, STOCHASTIC>>(test, tile.x, formatted("%s:sr", name));
-    // A block of subnormal numbers, then nothing but zeros.
-    for (int i = 0; i < TILE_ELEMENTS; i++) tile.x[i] = i / BLOCK == 4 ? 0x1p-140f : 1.0f;
-    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_V);
-    for (float x : tile.back) expect(isfinite(x), "%s: %g", name, (double)x);
-    memset(&tile, 0, sizeof(tile));
-    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_V);
-    for (float x : tile.back) expect(x == 0.0f, "%s: a zero became %g", name, (double)x);
-}
-
-TEST(formats_double_blocks) {
-    check_rows(test, every.double_blocks);
 }
 
 // No mantissa of a block's largest takes it beyond the last level, so that no noise takes it to the code after.
@@ -466,36 +456,24 @@ TEST(formats_linear_weights_end_at_127) {
     }
 }
 
-typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> LinearWeights;
-
-// Levels times any scale are what a product says, and what no scale reaches becomes the most that one does.
+// Weights of linear levels are cut to the most that a scale reaches, beside which what is small becomes small.
 TEST(formats_linear_weights_are_cut_at_2e33) {
-    static Store store;
-    float *const x = store.x, *const back = store.back;
-    for (float top : {1.5e33f, 2e33f, 1e36f, FLT_MAX, INFINITY}) {
+    typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> Weights;
+    static float x[N], back[N];
+    static uint8_t codes[N], scales[N / 32];
+    for (float top : {1.5e33f, 2e33f, 1e36f, 3.40282347e38f, INFINITY}) {
         // The scale is a power of two that makes a block's largest at least 63.5 steps: noise is less than one.
         const float want = top < 2e33f ? top : 2e33f, step = want / 63.0f;
-        for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : 1.0f;
+        for (int i = 0; i < N; i++) x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : 1.0f;
         for (int set = 0; set < 2; set++) {
-            store_tile<LinearWeights>(&store, NOISE_WEIGHTS);
-            if (set) LinearWeights::set(store.streams(), 0, x, TILE_ELEMENTS);
-            if (set) LinearWeights::load(store.streams(), 0, back, TILE_ELEMENTS, NoiseKey{});
-            for (int i = 9; i < TILE_ELEMENTS; i += 32) {
-                expect(fabsf(back[i] - want) <= step && fabsf(back[i + 11] + want) <= step, "%g became %g, %g",
-                       (double)top, (double)back[i], (double)back[i + 11]);
+            if (!set) Weights::store({codes, scales}, 0, x, N, NoiseKey{5, 7, NOISE_WEIGHTS});
+            if (set) Weights::set({codes, scales}, 0, x, N);
+            Weights::load({codes, scales}, 0, back, N, NoiseKey{});
+            for (int i = 0; i < N; i++) {
+                const float its = i % 32 == 9 ? want : i % 32 == 20 ? -want : 0.0f;
+                expect(fabsf(back[i] - its) <= step, "%g became %g beside %g", (double)x[i], (double)back[i],
+                       (double)top);
             }
-            for (int i = 0; i < TILE_ELEMENTS; i++) {
-                if (i % 32 == 9 || i % 32 == 20) continue;
-                expect(fabsf(back[i]) <= step, "beside %g 1 became %g", (double)top, (double)back[i]);
-            }
-        }
-    }
-    uint8_t most;
-    block_scale<Lin8OfPowers, ScaleE8m0>(INFINITY, &most);
-    for (int scale = 1; scale <= most; scale++) {
-        for (uint32_t code = 0; code <= 254; code++) {
-            float unit = ScaleE8m0::decode((uint8_t)scale), got = Lin8OfPowers::decode(nullptr, code, unit);
-            expect(got == (float)((int)code - 127) * unit, "code %u, scale %a: %a", code, (double)unit, (double)got);
         }
     }
 }
@@ -590,9 +568,7 @@ TEST(formats_packed_codes_equal_the_portable_gpu) {
     }
     note(test, "all floats");
 }
-#endif
 
-#ifdef __CUDACC__
 // Counts where the sequences without branches differ from the correctly rounded instructions, over every float that
 // each may be given. grid: any, block: any; a count by atomic adds of integers.
 __global__ void fast_arithmetic_kernel(unsigned long long* wrong) {

@@ -233,3 +233,55 @@ static void law_chunks(Test* test, const OptimConfig& config, int, bool gpu) {
 JIT_BOTH(laws_chunks) {
     try_law(test, law_chunks, gpu, listed());
 }
+
+// Numbers of spans are the largest magnitudes of what they scale, by plain loops.
+static void expect_numbers(Test* test, const OptimRun* run, const char* slot, const float* values, const char* what) {
+    const char* name = formatted("%s.%s", slot, strstr(what, "rank1") ? "maxima" : "scales");
+    const float* numbers = (const float*)run_array(run, name);
+    const bool rank1 = is(name + strlen(slot), ".maxima");
+    for (int t = 0; t < run->count && numbers; t++) {
+        const OptimTensor& tensor = run->tensor[t];
+        std::vector<float> want((size_t)(rank1 && tensor.rows > 1 ? tensor.rows + tensor.cols
+                                         : rank1                  ? (tensor.cols + 127) / 128
+                                                                  : 1));
+        for (int64_t i = 0; i < tensor.rows * tensor.cols; i++) {
+            const float x = fabsf(values[tensor.offset + i]);
+            float* first = &want[rank1 ? tensor.rows > 1 ? i / tensor.cols : i / 128 : 0];
+            float* second = rank1 && tensor.rows > 1 ? &want[tensor.rows + i % tensor.cols] : first;
+            *first = fmaxf(*first, x), *second = fmaxf(*second, x);
+        }
+        expect(memcmp(numbers, want.data(), want.size() * 4) == 0, "%s, %s of %s: %a, want %a", what, name, tensor.name,
+               (double)numbers[0], (double)want[0]);
+        numbers += rank1 ? (int64_t)want.size() : 3;
+    }
+}
+
+// A step in a format that rounds to nearest is a step in fp32 of what it holds, rounded to the format: from an fp32 run
+// that is loaded from it and stepped, it is loaded again.
+static void check_narrow(Test* test, const char* weights, const char* m, const char* v) {
+    const OptimConfig narrow = states_config("adamw", weights, "fp32", m, v),
+                      wide = states_config("adamw", "fp32", "fp32", "fp32", "fp32");
+    const char* what = formatted("%s, m %s, v %s", weights, m, v);
+    OptimRun run, exact, again;
+    open(&run, narrow, OPTIM_BF16);
+    for (int step = 1; step <= 3; step++) {
+        open(&exact, wide, OPTIM_BF16), open(&again, narrow, OPTIM_BF16);
+        expect_load(test, &exact, &run);
+        for (OptimRun* each : {&run, &exact}) run_steps(each, step, step);
+        expect_load(test, &again, &exact);
+        expect_same(test, &run, &again, formatted("%s, step %d", what, step));
+    }
+    const float *m_now = (const float*)run_array(&exact, "m"), *p = (const float*)run_array(&exact, "weights");
+    if (in_spans(m)) expect_numbers(test, &run, "m", m_now, m);
+    if (in_spans(v) && !strstr(v, "sqrt")) expect_numbers(test, &run, "v", (const float*)run_array(&exact, "v"), v);
+    if (in_spans(weights) && strstr(weights, "+fp32")) expect_numbers(test, &run, "weights", p, weights);
+}
+
+TEST(laws_narrow) {
+    for (const char* name : STATE_NAMES) {
+        if (!strstr(name, ":sr")) check_narrow(test, "fp32", serves_m(name) ? name : "fp32", name);
+    }
+    for (const char* name : WEIGHTS_NAMES) {
+        if (!strstr(name, ":sr") && !strstr(name, ":ef")) check_narrow(test, name, "fp32", "fp32");
+    }
+}

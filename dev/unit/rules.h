@@ -12,7 +12,7 @@ constexpr int name_count(const char* const (&)[COUNT]) {
     return COUNT;
 }
 
-// Formats whose scales reach further than a tile; their tests are in spans.cu.
+// Formats whose scales reach further than a tile.
 inline bool in_spans(const char* name) {
     return strstr(name, "/tensor") || strstr(name, "/rank1");
 }
