@@ -1,5 +1,4 @@
-// Unit tests of kernels/classifier.cuh and of the mean of its losses: the plain C version against the formula in double
-// and its gradient against central differences, and the kernels against double (kernels.h says how).
+// Unit tests of kernels/classifier.cuh and of the mean of its losses: the kernels against double (kernels.h says how).
 #include "../../kernels/classifier.cuh"
 #include "kernels.h"
 
@@ -12,32 +11,7 @@ double cross_entropy_double(const double* logits, int target, int V) {
     return log(sum) - (logits[target] - maximum);
 }
 
-OPERATOR_TEST(classifier_cpu) {
-    const int N = 4, V = 21, Vp = 128;
-    float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
-    int targets[N] = {0, 20, 7, 20};
-    for (int i = 0; i < N * Vp; i++)
-        if (i % Vp >= V) logits[i] = NAN;  // what the padding holds is never used
-    double *ld = doubles(logits, N * Vp), total = 0.0;
-    for (int i = 0; i < N; i++) want[i] = (float)cross_entropy_double(ld + i * Vp, targets[i], V);
-    for (int i = 0; i < N; i++) total += want[i];
-    classifier(&dev, losses, logits, targets, 0.5f, false, N, V, Vp);
-    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
-    classifier(&dev, losses, logits, targets, 0.5f, true, N, V, Vp);
-    close_to(test, &worst, "losses", losses, want, N, 8 * EPS32, 4 * EPS32);
-    for (int i = 0; i < N; i++) {
-        check_gradient(test, &worst, "dlogits", logits + i * Vp, ld + i * Vp, V, 4,
-                       [&] { return 0.5 * cross_entropy_double(ld + i * Vp, targets[i], V); });
-        for (int v = V; v < Vp; v++) expect(logits[i * Vp + v] == 0.0f, "padding %d is %g", v, logits[i * Vp + v]);
-    }
-    loss_mean(&dev, &mean, losses, N, false, 0.25f);
-    float first = (float)(0.25 * total), second = (float)(0.375 * total);
-    close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
-    loss_mean(&dev, &mean, losses, N, true, 0.125f);
-    close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
-}
-
-// Against double: the plain C version is compared with it too, and a sum of 50257 terms in fp32 is no oracle. Beyond
+// Against double: a sum of 50257 terms in fp32 is no oracle. Beyond
 // this many rows they come again, with other targets: a number prime to the 264 blocks of an H200, so that no block has
 // the same row twice in a row.
 constexpr int DISTINCT_ROWS = 37;

@@ -340,7 +340,7 @@ static void check_levels(Test* test, Image* image, const float* x, bool is_v) {
     const double most = *std::max_element(top, top + N);
     int far = 0, wide = 0, lost = 0;
     for (uint32_t step = 1; step <= (noisy ? 16 : 1); step++) {
-        image->store(x, back, NoiseKey{5, step, is_v ? NOISE_V : NOISE_M});
+        image->store(x, back, NoiseKey{5, step, (uint32_t)(is_v ? NOISE_V : NOISE_M)});
         if (step == 1) all = stored_levels(image, is_v);
         for (int i = 0; i < N; i++) {
             const std::vector<double>& levels = all[i];

@@ -1,4 +1,4 @@
-// The tests of the operators share this: inputs, bounds, gradients by central differences, and arrays on the GPU that
+// The tests of the operators share this: inputs, bounds, and arrays on the GPU that
 // are poisoned before and guarded behind.
 //
 // Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
@@ -61,33 +61,6 @@ inline float* random_floats(int64_t n, uint64_t seed, float scale) {
     for (int64_t i = 0; i < n; i++) values[i] = scale * test_uniform(seed, i);
     return values;
 }
-
-inline double* doubles(const float* values, int64_t n) {
-    double* copy = (double*)malloc((n + 1) * sizeof(double));
-    for (int64_t i = 0; i < n; i++) copy[i] = values[i];
-    return copy;
-}
-
-// Compares `gradient` with central differences of objective() by values[i]. Terms of the sums are of order 1, so the
-// bound is fp32's epsilon times their number; the differences themselves are good to about 1e-9.
-template <typename Objective>
-void check_gradient(Test* test, double* worst, const char* what, const float* gradient, double* values, int64_t n,
-                    int terms, Objective objective) {
-    float* want = floats(n);
-    const double step = 1e-5;
-    for (int64_t i = 0; i < n; i++) {
-        double value = values[i];
-        values[i] = value + step;
-        double up = objective();
-        values[i] = value - step;
-        double down = objective();
-        values[i] = value;
-        want[i] = (float)((up - down) / (2.0 * step));
-    }
-    close_to(test, worst, what, gradient, want, n, EPS32 * terms + 1e-8, 8 * EPS32);
-}
-
-// GPU: the kernels against the plain C version.
 
 constexpr int GUARD = 64;  // elements behind every array that no kernel may touch
 
