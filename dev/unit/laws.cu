@@ -258,11 +258,12 @@ static void expect_numbers(Test* test, const OptimRun* run, const char* slot, co
 
 // A step in a format that rounds to nearest is a step in fp32 of what it holds, rounded to the format: from an fp32 run
 // that is loaded from it and stepped, it is loaded again.
-static void check_narrow(Test* test, const char* weights, const char* m, const char* v) {
-    const OptimConfig narrow = states_config("adamw", weights, "fp32", m, v),
-                      wide = states_config("adamw", "fp32", "fp32", "fp32", "fp32");
+static void check_narrow(Test* test, const char* weights, const char* m, const char* v, const char* overrides = "") {
+    OptimConfig narrow = states_config("adamw", weights, "fp32", m, v),
+                wide = states_config("adamw", "fp32", "fp32", "fp32", "fp32");
     const char* what = formatted("%s, m %s, v %s", weights, m, v);
     OptimRun run, exact, again;
+    narrow.overrides = overrides, narrow = resolved(narrow);
     open(&run, narrow, OPTIM_BF16);
     for (int step = 1; step <= 3; step++) {
         open(&exact, wide, OPTIM_BF16), open(&again, narrow, OPTIM_BF16);
@@ -279,9 +280,36 @@ static void check_narrow(Test* test, const char* weights, const char* m, const c
 
 TEST(laws_narrow) {
     for (const char* name : STATE_NAMES) {
-        if (!strstr(name, ":sr")) check_narrow(test, "fp32", serves_m(name) ? name : "fp32", name);
+        const bool usual = *find_row(state_table(), name)->note || strchr(name, '@') || strstr(name, "/2048");
+        if (usual && !strstr(name, ":sr")) check_narrow(test, "fp32", serves_m(name) ? name : "fp32", name);
     }
     for (const char* name : WEIGHTS_NAMES) {
         if (!strstr(name, ":sr") && !strstr(name, ":ef")) check_narrow(test, name, "fp32", "fp32");
     }
+    check_narrow(test, "fp32", "bf16", "bf16", "wpe|ln*: m=fp32 v=fp32");
+    check_narrow(test, "e4m3", "fp32", "fp32", "ln*: weights=bf16+fp32; wpe: weights=bf16+8 m=bf16; *.bias: m=dyn8");
+}
+
+// Formats by tensor have arrays of their own, whose elements are those of the tensors.
+TEST(laws_override_arrays) {
+    OptimConfig config = states_config("adamw", "bf16", "fp32", "bf16", "bf16");
+    config.overrides = "wpe|ln*: m=fp32 v=fp32; *.bias: weights=bf16+fp32", config = resolved(config);
+    OptimRun run;
+    open(&run, config, OPTIM_BF16);
+    int64_t wide = 0, master = 0;
+    for (int t = 0; t < run.count; t++) {
+        const bool named = strncmp(model[t].name, "wpe", 3) == 0 || strstr(model[t].name, "ln_");
+        wide += named ? tensor_padded(&run.tensor[t]) : 0;
+        master += strstr(model[t].name, ".bias") ? tensor_padded(&run.tensor[t]) : 0;
+    }
+    const OptimStream m = optim_stream_named(run.optim, "m.1[wpe|ln*]"),
+                      v = optim_stream_named(run.optim, "v.1[wpe|ln*]");
+    expect(m.elements == wide && v.elements == wide && is(m.dtype, "F32"), "%lld of %lld", (long long)m.elements,
+           (long long)wide);
+    int64_t found = 0;
+    for (int s = 0; s < optim_stream_count(run.optim); s++) {
+        const OptimStream stream = optim_stream(run.optim, s);
+        found += strstr(stream.name, "master") ? stream.elements : 0;
+    }
+    expect(found == master && master > 0, "masters of %lld elements, want %lld", (long long)found, (long long)master);
 }

@@ -172,45 +172,23 @@ TEST(optim_noise_of_a_step_is_independent) {
     expect(worst < 4.0, "%.1f standard errors", worst);
 }
 
-// Over several pieces of a transfer (2^19 elements) and a tail: weights come back as the format has them, the
-// neighbours keep theirs, the copy is rounded once, also after steps, and a master is what was set.
+// Over several pieces of a transfer (2^19 elements) and a tail: weights come back as the format has them, and the
+// neighbours keep theirs (laws.cu has the copies, and the weights after steps).
 TEST(optim_weights_in_and_out) {
     const OptimTensor model[] = {{"a", 1, 5, true, 0}, {"b", 1, 600001, false, 0}, {"c", 1, 7, true, 0}};
-    static float got[600001], before[600001];
+    static float got[600001];
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
-        for (OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
-            OptimConfig config = make_config("adamw", weights, "fp32");
-            const bool exact = is(weights, "fp32");
-            OptimRun run;
-            run_open(&run, &config, model, 3, compute);
-            const void* seen = optim_weights(run.optim);
-            expect((seen == optim_stream(run.optim, 0).data) == (exact == (compute == OPTIM_FP32)), "%s: a copy",
-                   weights);
-            for (int steps = 0; steps < 2; steps++) {
-                if (steps) run_steps(&run, 1, 1);
-                for (int t = 0; t < 3; t++) {
-                    optim_get_weights(run.optim, t, got);
-                    int64_t wrong = 0, at = run.tensor[t].offset;
-                    for (int64_t i = 0; i < model[t].cols; i++) {
-                        float first = run_start(t, i), want = exact ? first : Bf16::decode(Bf16::encode(first));
-                        wrong += steps ? got[i] == before[i] && t == 1 && model[1].decay : got[i] != want;
-                        wrong += compute == OPTIM_BF16 ? ((uint16_t*)seen)[at + i] != Bf16::encode(got[i])
-                                                       : ((float*)seen)[at + i] != got[i];
-                    }
-                    expect(wrong == 0, "%s, compute %d, tensor %d: %lld are wrong", weights, compute, t,
-                           (long long)wrong);
-                    if (t == 1 && steps) expect(memcmp(got, before, sizeof(got)) != 0, "%s: nothing moves", weights);
-                    if (t == 1) memcpy(before, got, sizeof(got));
-                }
-                const float* value = (const float*)optim_stream_named(run.optim, "master").data;
-                if (!value) continue;
-                const uint16_t* copy = (const uint16_t*)optim_stream(run.optim, 0).data;
-                int64_t wrong = 0;
-                for (int64_t i = 0; i < run.elements; i++) wrong += copy[i] != Bf16::encode(value[i]);
-                expect(wrong == 0, "%lld of the bf16 weights are not the master's", (long long)wrong);
-                expect(steps || value[run.tensor[1].offset + 9] == run_start(1, 9), "the master is not what was set");
+        const OptimConfig config = make_config("adamw", weights, "fp32");
+        OptimRun run;
+        run_open(&run, &config, model, 3, OPTIM_BF16);
+        for (int t = 0; t < 3; t++) {
+            int64_t wrong = 0;
+            optim_get_weights(run.optim, t, got);
+            for (int64_t i = 0; i < model[t].cols; i++) {
+                const float first = run_start(t, i);
+                wrong += got[i] != (is(weights, "fp32") ? first : Bf16::decode(Bf16::encode(first)));
             }
-            expect(optim_weights(run.optim) == seen, "the pointer moved");
+            expect(wrong == 0, "%s, tensor %d: %lld are wrong", weights, t, (long long)wrong);
         }
     }
 }
