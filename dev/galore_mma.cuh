@@ -15,7 +15,7 @@
 // with a part of K; they are a cluster, and add up through each other's shared memory, in order (sm_90; elsewhere one
 // block does all). Deterministic. Sizes are multiples of 8. galore_hopper.cuh lists kernels for sm_90a alone.
 #pragma once
-#include "../kernels/common.cuh"
+#include "../kernels/mma.cuh"
 
 #ifdef __CUDACC__
 constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128, LP_SLICES = 8;

@@ -6,16 +6,10 @@
 // for dq (see backward_block).
 #pragma once
 #include "attention_parts.cuh"
-
-// Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
-// shared memory across the waits.
+#include "mma.cuh"
 
 __device__ inline void copy_4_async(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
-
-__device__ inline void store_shared(uint32_t to, uint32_t value) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
 __device__ inline int4 load_shared(uint32_t from) {
@@ -140,8 +134,8 @@ __device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int ro
 #pragma unroll
         for (int chunk = 0; chunk < 8; chunk++) {
             const float(&from)[4] = c[first / 8 + chunk];
-            store_shared(own + tile_offset<64>(g, chunk) + t * 4, pack_bf16(from[0] * factor0, from[1] * factor0));
-            store_shared(own + tile_offset<64>(g + 8, chunk) + t * 4, pack_bf16(from[2] * factor1, from[3] * factor1));
+            store_word(own + tile_offset<64>(g, chunk) + t * 4, pack_bf16(from[0] * factor0, from[1] * factor0));
+            store_word(own + tile_offset<64>(g + 8, chunk) + t * 4, pack_bf16(from[2] * factor1, from[3] * factor1));
         }
         __syncwarp();
 #pragma unroll
@@ -341,7 +335,7 @@ __device__ inline void backward_store_ds(uint32_t tile, const uint32_t (&ds)[Sha
     for (int i = 0; i < Shape::BM / 16 * 4; i++) {
         const int k = i / 4, e = i % 4;
         uint32_t to = tile + tile_offset<Shape::BM>(row + e % 2 * 8, k * 2 + e / 2) + lane % 4 * 4;
-        store_shared(to, ds[k][e]);
+        store_word(to, ds[k][e]);
     }
 }
 

@@ -16,9 +16,7 @@
 #include "no_cuda.h"
 #endif
 #include <signal.h>
-#include <omp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -127,38 +125,6 @@ inline void openmp_wait_asleep(char** argv) {
     sigprocmask(SIG_BLOCK, &handled, &before);  // they wait for the new program's signals_catch
     execv("/proc/self/exe", argv);              // on failure: go on, only slower
     sigprocmask(SIG_SETMASK, &before, nullptr);
-}
-
-inline void* openmp_wait(void* gate) {
-    pthread_mutex_lock((pthread_mutex_t*)gate);
-    pthread_mutex_unlock((pthread_mutex_t*)gate);
-    return nullptr;
-}
-
-// Starts OpenMP's threads, which then stay. If libgomp cannot start them, it ends the process without our error
-// message, so this function first starts as many threads at the same time, with a megabyte to spare.
-inline void openmp_start() {
-    int want = omp_get_max_threads() - 1, made = 0;
-    pthread_t* thread = (pthread_t*)memory_zero((size_t)want, sizeof(pthread_t));
-    void* spare = memory_take(1 << 20);
-    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&gate);
-    while (made < want && pthread_create(&thread[made], nullptr, openmp_wait, &gate) == 0) made++;
-    pthread_mutex_unlock(&gate);
-    for (int i = 0; i < made; i++) pthread_join(thread[i], nullptr);
-    free(spare);
-    free(thread);
-    if (made < want) {
-        user_error(
-            "%d threads were asked for and %d can be started (see ulimit -u and ulimit -v); put OMP_NUM_THREADS=%d "
-            "before the command",
-            want + 1, made + 1, made + 1);
-    }
-#pragma omp parallel
-    {
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < 2; i++) omp_get_thread_num();
-    }
 }
 
 struct MatmulPlan;
@@ -572,66 +538,6 @@ __device__ inline float fast_reciprocal(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
-}
-
-// Asynchronous copies of 16 bytes from global to shared memory. After copy_async_wait a thread sees the data of its own
-// copies; after a barrier, also that of other threads.
-
-__device__ inline void copy_async(void* shared, const void* global) {
-    unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-
-// Copies 16 bytes to shared memory, or zeros when not `valid`.
-__device__ inline void copy_16_async(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-// Ends a group of copies; groups complete in order.
-__device__ inline void copy_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most the last `pending` groups are in flight.
-template <int pending>
-__device__ inline void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-// Four 8 x 8 matrices of 16-bit values from shared memory to registers: thread l gives the address of row l % 8 of
-// matrix l / 8 (16 bytes), register i gets the thread's part of matrix i as mma.sync wants its operands.
-__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// The same with each matrix transposed.
-__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ inline uint32_t load_word(uint32_t address) {
-    uint32_t word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
-}
-
-__device__ inline void store_word(uint32_t address, uint32_t word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
-}
-
-// c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
-// 2t + 1, c[2..3] the same of row g + 8.
-__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Reductions. The order of the sums is fixed by the launch shape, so equal inputs give equal bits.

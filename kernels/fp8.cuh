@@ -10,7 +10,7 @@
 // with a factor of 2 to spare. So a tensor is read once, and its own largest magnitude is a by-product. In the first
 // step, which has no history, each tensor is read twice and scaled by its own largest magnitude so far. The magnitudes
 // of a step are maxima over all micro-batches and ranks, and belong to a checkpoint. Weights that are stored as codes
-// (linear.cuh) keep the scale that they are stored with.
+// (linear_fp8.cuh) keep the scale that they are stored with.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
 // columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "mma.cuh"
 #include "ptx.cuh"
 
 // Host: tensor maps.

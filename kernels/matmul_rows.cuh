@@ -22,7 +22,7 @@
 #include "gelu.cuh"
 #include "matmul.cuh"
 #ifdef __CUDACC__
-#include "attention_parts.cuh"
+#include "mma.cuh"
 #endif
 
 constexpr int PACKED_COLS = 64;  // outputs of a panel: eight vector registers of chains, which hide a fmaf's latency

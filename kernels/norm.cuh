@@ -42,27 +42,20 @@ struct PartTiles {
 struct PartClip {
     ClipBy by;
     float clip;
-    const float* loss;  // scalar
-    const float* last;  // scalar
-    double* square;     // scalar: the part's square, NaN if the part is left alone
-    float* factor;      // (PART_TENSORS)
+    const float* loss;      // scalar, or NULL
+    const float* last;      // scalar, for CLIP_LAST
+    double* square;         // scalar: the part's square, NaN if the part is left alone; or NULL
+    float* factor;          // (PART_TENSORS)
+    float* norm = nullptr;  // scalar, or NULL
 };
-
-// norm: (2): the norm and the factor; loss: a scalar, or null
-__host__ __device__ inline void norm_result(float* norm, double sum, float clip, const float* loss) {
-    double length = sqrt(sum);
-    float value = (float)length;
-    bool finite = isfinite(value) && (!loss || isfinite(*loss));
-    norm[0] = value;
-    norm[1] = !finite ? NAN : clip > 0.0f && value > clip ? (float)(clip / length) : 1.0f;
-}
 
 // square: (count) of the tensors.
 __host__ __device__ inline void part_norm_result(const PartClip& c, const double* square, int count) {
     double sum = 0.0;
     for (int t = 0; t < count; t++) sum += square[t];
-    const bool finite = isfinite((float)sqrt(sum)) && isfinite(*c.loss);
-    *c.square = finite ? sum : NAN;
+    const bool finite = isfinite((float)sqrt(sum)) && (!c.loss || isfinite(*c.loss));
+    if (c.square) *c.square = finite ? sum : NAN;
+    if (c.norm) *c.norm = (float)sqrt(sum);
     for (int t = 0; t < count; t++) {
         double length = sqrt(c.by == CLIP_TENSOR ? square[t] : sum);
         if (c.by == CLIP_LAST && (double)*c.last > length) length = (double)*c.last;
@@ -139,13 +132,6 @@ __device__ inline double sum_squares(const double* square, int64_t tiles) {
 
 // Grid 1, block NORM_THREADS. Deterministic.
 __global__ static void __launch_bounds__(NORM_THREADS)
-    norm_of_tiles_kernel(float* norm, const double* square, int64_t tiles, float clip, const float* loss) {
-    const double sum = sum_squares(square, tiles);
-    if (threadIdx.x == 0) norm_result(norm, sum, clip, loss);
-}
-
-// Grid 1, block NORM_THREADS. Deterministic.
-__global__ static void __launch_bounds__(NORM_THREADS)
     part_norm_kernel(PartClip c, const double* square, PartTiles tiles) {
     double sum[PART_TENSORS];
     for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares(square + tiles.first[t], tiles.tiles[t]);
@@ -174,19 +160,6 @@ void tile_squares(const Device* dev, cudaStream_t stream, double* square, const 
     tile_squares_cpu(square, (const float*)grads, tiles);
 }
 
-// norm: (2) in device memory: the norm and the factor; loss: a device scalar that must be finite too, or null
-inline void norm_of_tiles(const Device* dev, float* norm, const double* square, int64_t tiles, float clip,
-                          const float* loss) {
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        norm_of_tiles_kernel<<<1, NORM_THREADS, 0, dev->stream>>>(norm, square, tiles, clip, loss);
-        check_launch();
-        return;
-    }
-#endif
-    norm_result(norm, sum_squares_cpu(square, tiles), clip, loss);
-}
-
 // The factors of a part from the squares of its tiles.
 inline void part_norm(const Device* dev, const PartClip& clip, const double* square, const PartTiles& tiles) {
     assert(tiles.count <= PART_TENSORS);
@@ -200,6 +173,13 @@ inline void part_norm(const Device* dev, const PartClip& clip, const double* squ
     double sum[PART_TENSORS];
     for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares_cpu(square + tiles.first[t], tiles.tiles[t]);
     part_norm_result(clip, sum, tiles.count);
+}
+
+// The same of all gradients: norm (2) in device memory gets the norm and the factor. loss: a device scalar that must be
+// finite too, or null.
+inline void norm_of_tiles(const Device* dev, float* norm, const double* square, int64_t tiles, float clip,
+                          const float* loss) {
+    part_norm(dev, {CLIP_STEP, clip, loss, nullptr, nullptr, norm + 1, norm}, square, {{0}, {tiles}, 1});
 }
 
 inline void part_norm_finish(const Device* dev, float* scalars, float* left_alone, float* last, const double* square,

@@ -3,7 +3,7 @@
 #include "../../kernels/attention.cuh"
 #include "../../kernels/classifier.cuh"
 #include "../../kernels/layernorm.cuh"
-#include "../../kernels/linear.cuh"
+#include "../../kernels/linear_fp8.cuh"
 #include "../../optim/optim.h"
 #include "cli.h"
 #include "kernels.h"

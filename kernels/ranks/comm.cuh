@@ -443,7 +443,6 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
     int index = launch && launch->world > 1 ? rank_device(launch, asked, cpu, gpus) : 0;
     device_open(dev, gpus > 0 && !cpu, index);
-    openmp_start();
     if (dev->gpu && dev->compute < 80) {
         user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
                    dev->compute / 10, dev->compute % 10);

@@ -5,7 +5,7 @@
 //               in a vector, absmax of each 128 elements = max |x|
 // Scale and code follow from absmax as in blocks.cuh, which also says how zeros, NaN and infinity are stored. Weights
 // that are updated in place have a power of two as scale (ScaleE8m0). So unchanged weights keep their codes while the
-// largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear.cuh).
+// largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear_fp8.cuh).
 //
 // A scale must be known before the first code is written, so a step takes two passes. First optim_measure_kernel
 // (persistent.cuh) computes the update in registers and keeps only its maxima, in new_scales. Then the step loads with

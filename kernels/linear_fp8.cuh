@@ -1,0 +1,115 @@
+// The operands of a model's linear layers (linear.cuh): the memory that layers share for fp8 codes, and which kernels
+// write codes. Without fp8, operands are values alone.
+//
+// With fp8, a layer's input has codes by rows for the forward product, and by columns for the gradient of the weights.
+// The latter are kept for the backward pass (1 byte per element instead of 2). The output's gradient has both kinds.
+// The kernel that makes a tensor writes its codes by rows (layernorm, attention's backward, the classifier), and they
+// are transposed here, for 2 bytes per element; the products next to GELU (matmul_gelu_fp8.cuh) write both kinds; other
+// tensors are cast, for 4. The first step, which finds its scales itself, casts everything.
+//
+// Weights are cast in both passes, for 3 bytes per element each. Weights that the optimizer stores as e4m3 codes with
+// one scale per tensor are read as they are stored, with the optimizer's scale (fp8_begin), and transposed for the
+// backward pass, for 2; nothing is rounded a second time.
+//
+// GELU and its gradient are computed inside a cast if no product of our own does it. Products of the forward pass use
+// fast sums; those of the backward pass, except matmul_gelu_fp8.cuh's, use sums of full length, since they run over up
+// to all rows of a micro-batch.
+#pragma once
+#include "linear.cuh"
+
+// The memory that layers share for codes, and which kernels write codes. scales NULL: no fp8.
+struct Fp8Use {
+    Fp8* scales;
+    bool producers_quantize;    // layernorm and the classifier
+    bool attention_quantizes;   // attention's backward pass
+    bool gelu_quantizes;        // the products next to GELU
+    uint8_t* rows;              // (N, 4C) a layer's input
+    uint8_t* weight;            // (4C, C) or (C, 4C) a layer's weights, unless these are read where they are stored
+    uint8_t *drows, *dcolumns;  // (N, 4C), (4C, N) an output's gradient
+    uint8_t *head[2], *head_columns;  // the head's weights (Vp, C), (C, Vp); its input (C, logit_rows)
+    uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
+};
+
+// Takes room for the codes of a layer's input and weights.
+inline Fp8Use linear_use(Layout* layout, int64_t N, int C) {
+    Fp8Use use = {};
+    use.rows = layout_take<uint8_t>(layout, N * 4 * C), use.weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
+    return use;
+}
+
+// Takes room for the codes of the head, which is then in fp8.
+inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int64_t C, int64_t Vp) {
+    for (uint8_t*& weight : use->head) weight = layout_take<uint8_t>(layout, Vp * C);
+    use->head_columns = layout_take<uint8_t>(layout, logit_rows * C);
+    use->dhead = layout_take<uint8_t>(layout, logit_rows * Vp);
+    use->dhead_columns = layout_take<uint8_t>(layout, logit_rows * Vp);
+}
+
+// Sets the scales, and which kernels of this step write codes. attention: its backward pass can.
+inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, [[maybe_unused]] int64_t N,
+                             [[maybe_unused]] int C) {
+    use->scales = scales;
+    use->producers_quantize = dev->gpu && !scales->use_current_scaling;
+    use->attention_quantizes = use->producers_quantize && attention;
+#ifdef __CUDACC__
+    use->gelu_quantizes = use->producers_quantize && matmul_gelu_fp8_fits(dev, N, 4 * C, C);
+#endif
+}
+
+// The operands of the layer whose first slot this is: its input, whose codes by columns are kept; its weights, or the
+// codes that they are stored as (NULL: they are not); and the gradient of its output. `made`: see Operand.
+template <typename X>
+Operand<X> linear_input(const Fp8Use* use, int slot, X* values, uint8_t* columns, bool made) {
+    return {values, use->rows, columns, use->scales, slot, FP8_E4M3, FP8_COPY, made ? FP8_BY_ROWS : FP8_NOTHING};
+}
+template <typename X>
+Operand<X> linear_weight(const Fp8Use* use, int slot, X* values, const uint8_t* codes) {
+    return {values,   codes ? (uint8_t*)codes : use->weight, use->weight, use->scales, slot + FP8_WEIGHT, FP8_E4M3,
+            FP8_COPY, codes ? FP8_BY_ROWS : FP8_NOTHING};
+}
+template <typename X>
+Operand<X> linear_gradient(const Fp8Use* use, int slot, X* values, bool made) {
+    const Fp8Type type = use->scales ? use->scales->gradients : FP8_E4M3;
+    return {values,
+            use->drows,
+            use->dcolumns,
+            use->scales,
+            slot + FP8_GRADIENT,
+            type,
+            FP8_COPY,
+            made ? FP8_BY_ROWS : FP8_NOTHING};
+}
+
+// Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
+// before. The memory of that gradient's values has its codes by columns, which take half.
+template <typename X, typename G>
+void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X* pre_gelu) {
+    if (!use->scales) return;
+    Operand<X>*gelu = &after->inp, *dpre = &before->dout;
+    gelu->values = pre_gelu, gelu->op = FP8_GELU;
+    if (!use->gelu_quantizes) return;
+    gelu->rows = use->dcolumns, gelu->made = FP8_BOTH;
+    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = FP8_BOTH;
+}
+
+// Returns the head, whose rows are taken in pieces. It makes the weights' codes, and sets the scale of the logits'
+// gradient, which is at most dloss.
+template <typename X>
+Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slot, X* inp, X* weight, X* logits,
+                                   float* dweight, float dloss, int C, int Vp) {
+    if (!use->head[0]) return {C, Vp, {inp}, {weight}, {logits}, nullptr, dweight, nullptr};
+    Linear<X, float> head = {C,
+                             Vp,
+                             linear_input(use, slot, inp, use->head_columns, false),
+                             linear_weight(use, slot, weight, nullptr),
+                             linear_gradient(use, slot, logits, use->producers_quantize),
+                             nullptr,
+                             dweight,
+                             nullptr};
+    head.weight.rows = use->head[0], head.weight.columns = use->head[1];
+    head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;
+    operand_need(dev, &head.weight, true, true, Vp, C);
+    head.weight.made = FP8_BOTH;
+    fp8_fix(dev, use->scales, head.dout.slot, dloss, FP8_E5M2);
+    return head;
+}
