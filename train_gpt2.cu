@@ -1101,21 +1101,11 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
-// Refuses --offload if a step needs all states at once, or if host memory does not hold them.
+// Refuses --offload states if a step needs all states at once.
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
     char why[DATA_ERROR_BYTES];
-    if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why)) {
-        user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
-    }
-    if (!m->dev->gpu || m->dev->imagined) return;
-    const Device host = {};
-    const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1;
-    const int64_t free = memory_available(&host) / (local > 0 ? local : 1);
-    if (need <= free) return;
-    user_error(
-        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; type --offload none, or take "
-        "a smaller --preset or --batch",
-        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
+    if (!config->offload || optim_releases(config, m->arena.tensors, m->arena.count, why)) return;
+    user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
 }
 
 static DataSource data_source(const Options* o) {

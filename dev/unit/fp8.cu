@@ -420,17 +420,12 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     Array<X> inp(dev, N * C, 22, 1.0f), bias(dev, OC, 23, 1.0f), dout(dev, N * OC, 24, 1.0f), out(dev, N * OC),
         dinp(dev, N * C);
     X* dweight = room.device<X>((int64_t)OC * C);  // not looked at
-    const Linear<X, X> linear = {C,
-                                 OC,
-                                 linear_input(&layer.use, 0, inp.device, layer.columns, false),
-                                 linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes),
-                                 linear_gradient(&layer.use, 0, dout.device, false),
-                                 bias.device,
-                                 dweight,
-                                 nullptr};
-    const auto forward = [&] { linear_forward(dev, out.device, &linear, N); };
-    const auto backward = [&] { linear_backward(dev, dinp.device, &linear, N, false); };
-    forward(), backward();
+    Linear<X, X> linear = {C, OC, {}, {}, {}, bias.device, dweight, nullptr};
+    linear.inp = linear_input(&layer.use, 0, inp.device, layer.columns, false);
+    linear.weight = linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes);
+    linear.dout = linear_gradient(&layer.use, 0, dout.device, false);
+    linear_forward(dev, out.device, &linear, N);
+    linear_backward(dev, dinp.device, &linear, N, false);
     const float *x = code_values(&room, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
                 *dy = code_values(&room, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2);
     float *want = room.host<float>(N * OC), *dwant = room.host<float>(N * C);

@@ -1,0 +1,175 @@
+// How runs of several ranks end, from the command line (multi.cu): dead and stopped ranks, signals, bad data and faults
+// that one rank alone finds.
+#include "multi.h"
+
+// Lists the processes that the ranks' parent has made, in their order. Returns how many there are.
+static int ranks_of(const Child* child, pid_t* ranks, int most) {
+    char text[1024] = "";
+    FILE* file = fopen(formatted("/proc/%d/task/%d/children", child->pid, child->pid), "r");
+    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
+    if (file) fclose(file);
+    int count = 0;
+    for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
+    return count;
+}
+
+// Waits until none of these processes is there. Returns whether that came true.
+static bool gone(const pid_t* ranks, int count) {
+    return comes_true(5, 100, [=] {
+        int left = 0;
+        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
+        return left == 0;
+    });
+}
+
+// Starts `count` ranks that would train for long, and waits for their fifth step.
+static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
+                       int count = 3, const char* silence = "5") {
+    const char* run = joined(work, name);
+    *child = new_child();
+    setenv("NIBBLE_SILENCE", silence, 1);  // 0: as users have it
+    start_ranks(child, gpu, count, SEVERAL " --batch 1 --tokens-per-step %d --steps 1000000", work, run, 16 * count);
+    unsetenv("NIBBLE_SILENCE");
+    expect(wait_for_step(child, run, 5), "%s: no fifth step: %s", name, ERR(*child));
+    expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
+}
+
+// Sends a signal to a rank, or to their parent (-1), and expects that all end within half a minute and say so.
+static void check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
+                        bool gpu = false, int count = 3, const char* silence = "5") {
+    const char* work = work_folder();
+    pid_t ranks[8] = {};
+    Child child;
+    start_long(test, &child, work, name, ranks, gpu, count, silence);
+    double begin = seconds_now();
+    kill(rank < 0 ? child.pid : ranks[rank], signal);
+    finish(&child);
+    double took = seconds_now() - begin;
+    expect(child.code != 0 && took < 30, "%s: code %d after %.1f s", name, child.code, took);
+    expect(strstr(ERR(child), says) && strstr(ERR(child), also), "%s: '%s' or '%s' is missing: %s", name, says, also,
+           ERR(child));
+    expect(gone(ranks, count), "%s: a rank lives on", name);
+}
+
+TEST(multi_dead_ranks) {
+    check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9");
+    check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9");
+    check_death(test, "aborted", 2, SIGABRT, "rank 2 (process ", "ended by signal 6");
+    check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 5 s");
+    check_death(test, "parent_killed", -1, SIGKILL, "", "");
+    // With the patience that users have.
+    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
+}
+
+GPUS_TEST(multi_dead_ranks_gpu) {
+    const char *killed = formatted("rank %d (process ", ranks - 1), *stopped = formatted("rank %d on ", ranks - 1);
+    check_death(test, "killed", ranks - 1, SIGKILL, killed, "ended by signal 9", true, ranks);
+    check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9", true, ranks);
+    check_death(test, "stopped", ranks - 1, SIGSTOP, stopped, "has been silent for 5 s", true, ranks);
+}
+
+// The launcher does not watch its ranks.
+FOLDER_TEST(multi_dead_launched) {
+    Child child[4];
+    const char* run = joined(work, "run");
+    const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 1000000", work, run);
+    for (int rank = 0; rank < 4; rank++) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(7), words);
+    expect(wait_for_step(&child[0], run, 5), "no fifth step");
+    kill(child[2].pid, SIGKILL);
+    for (Child& c : child) finish(&c);
+    expect(child[2].code == 128 + SIGKILL, "rank 2: %d", child[2].code);
+    for (int rank : {0, 1, 3}) expect(child[rank].code == 1, "rank %d: %d", rank, child[rank].code);
+    expect(strstr(ERR(child[0]), "rank 2 on ") && strstr(ERR(child[0]), "ended without a word"), "%s", ERR(child[0]));
+    for (int rank : {1, 3}) expect(ERR(child[rank])[0] == 0, "rank %d repeats it: %s", rank, ERR(child[rank]));
+}
+
+// One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
+RANKS_TEST(multi_signals, 3) {
+    for (int which = runs_few(gpu, ranks) ? 1 : 0; which < 3; which++) {
+        const char* work = work_folder();
+        pid_t process[8] = {};
+        Child child;
+        start_long(test, &child, work, "run", process, gpu, ranks);
+        const char* run = joined(work, "run");
+        if (which == 2) {
+            kill(process[1], SIGUSR1);
+            const auto saved = [run] {
+                int64_t newest;
+                return checkpoints(run, &newest) > 0 && newest > 0;
+            };
+            expect(comes_true(20, 10, saved), "SIGUSR1 saved nothing");
+        }
+        kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
+        finish(&child);
+        expect_code(child, 128 + SIGTERM);
+        expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
+        int64_t newest;
+        expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
+        ranks_well(again, gpu, ranks, "--resume %s --steps %lld", run, (long long)newest + 2);
+    }
+}
+
+// One rank alone is told while all are at a validation, or a sample, that would take minutes.
+TEST(multi_signals_between_steps) {
+    for (const char* what : {"--val-every 1 --sample-every 0", "--val-every 0 --sample-every 1"}) {
+        bool sampling = what[12] == '0';
+        const char* work = work_folder();
+        pid_t ranks[3] = {};
+        Child child = new_child();
+        write_words(work, "long.txt", 100000);
+        const char* run = joined(work, "run");
+        start_ranks(&child, false, 3,
+                    "--layers 1 --channels 64 --heads 1 --seq 16 %s --sample-tokens 65536 --val-tokens 4000000 "
+                    "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
+                    what, work, work, run);
+        const bool begun =
+            sampling ? wait_for_step(&child, run, 1) : comes_true(20, 10, [run] { return exists(run, "log.jsonl"); });
+        expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
+        pause_ms(1000);
+        double begin = seconds_now();
+        kill(ranks[1], SIGTERM);
+        finish(&child);
+        expect_code(child, 128 + SIGTERM);
+        expect(seconds_now() - begin < 15, "%s: it took %.1f s to end", what, seconds_now() - begin);
+        expect_checkpoints(test, run, 1, sampling ? 1 : 0);
+        expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));
+        expect(gone(ranks, 3), "%s: a rank lives on", what);
+    }
+}
+
+// One rank reads a bad token: all save the good steps before it, then that rank tells.
+static void check_bad_token(Test* test, bool gpu, int ranks) {
+    const char* work = work_folder();
+    write_shard(work, "bad.bin", 321, 60000);
+    const char* run = joined(work, "token");
+    refused_ranks("bad token", "holds token 60000", "last checkpoint is ", gpu, ranks,
+                  "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
+                  "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
+                  work, work, run, 16 * ranks);
+    expect(checkpoints(run) == 1, "no checkpoint of the steps before the bad token");
+}
+
+TEST(multi_bad_token) {
+    for (int ranks : {2, 4}) check_bad_token(test, false, ranks);
+}
+
+GPUS_TEST(multi_bad_token_gpu) {
+    check_bad_token(test, true, ranks);
+}
+
+// A fault that one rank finds first ends all, with one sentence and no deadlock.
+FOLDER_TEST(multi_failures) {
+    Child disk = new_child();
+    disk.file_limit = 1000000;
+    start_ranks(&disk, false, 3, SEVERAL "/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", work, work);
+    finish(&disk);
+    expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
+    train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
+    const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
+    make_overflowing_model(work, from);
+    refused_ranks(
+        "NaN", "10 steps in a row were skipped", "--lr", false, 2,
+        "--seq 16 --val-every 0 --sample-every 0 --warmup 0 --data %s/text.txt --model %s --run %s/nan --batch 1 "
+        "--tokens-per-step 32 --steps 30 --shard weights",
+        work, bad, work);
+}
