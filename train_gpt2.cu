@@ -632,7 +632,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     if (m->arena.scales_apart) {
-        shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, 1);
+        shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
         fp8_agree(m->dev, &m->fp8);
     }
     for (int64_t i = 0; i < micro_batches; i++) {
@@ -646,7 +646,8 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     }
     arena_step(&m->arena, m->scalars);
     if (!m->uses_fp8) return true;
-    shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, 1);
+    shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
+    shard_all_reduce(m->arena.shard, m->fp8.amax + m->fp8.slots, 1, SHARD_SUM);
     fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
     return true;
 }
@@ -677,10 +678,11 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
         micro_batch(m, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
-    if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
+    double sum = loss;  // of the ranks
+    if (m->launch && !stops(m)) launch_all_reduce(m->launch, &sum, 1, LAUNCH_SUM);
     feeder_close(&feeder);
-    return stops(m) ? NAN : loss;
+    return stops(m) ? NAN : (float)sum;
 }
 
 // Samples and evaluations: the trainer's part of kernels/decode.cuh, data/sampling.h and data/evaluation.h.

@@ -382,9 +382,8 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     a.shift = (int)((group + a.key_tiles / 2) / a.key_tiles);
     a.scale = 1.0f / sqrtf((float)Shape::HS);
     attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
-    attention_set_shared(attention_hopper_backward_kernel<Shape>, Shape::SHARED);
-    attention_hopper_backward_kernel<Shape><<<(unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED, dev->stream>>>(
-        tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16), a);
-    check_launch();
+    launch_shared(dev, attention_hopper_backward_kernel<Shape>, (unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED,
+                  tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16),
+                  a);
     return a.sums;
 }

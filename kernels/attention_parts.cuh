@@ -33,8 +33,3 @@ inline int attention_group(int T, int HS, int element_bytes) {
     int64_t head = (int64_t)T * HS * 2 * element_bytes, group = (16 << 20) / head;
     return (int)(group < 1 ? 1 : group > 64 ? 64 : group);
 }
-
-template <typename Kernel>
-inline void attention_set_shared(Kernel* kernel, int bytes) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}

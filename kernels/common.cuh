@@ -421,6 +421,15 @@ void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, i
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
+// Launches a kernel with so many bytes of dynamic shared memory, which may be more than 48 KB.
+template <typename... Parameters, typename... Arguments>
+void launch_shared(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, int shared,
+                   const Arguments&... arguments) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    kernel<<<grid, block, shared, dev->stream>>>(arguments...);
+    check_launch();
+}
+
 // The next kernel may start, if it was launched by launch_early.
 __device__ inline void early_begin() {
 #if __CUDA_ARCH__ >= 900

@@ -535,10 +535,8 @@ int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X*
                   : shape.columns == 16 ? layernorm_backward_kernel<X, 16, CODES>
                                         : layernorm_backward_kernel<X, 32, CODES>;
     int blocks = N < shape.blocks ? (int)N : shape.blocks;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.bytes));
-    kernel<<<blocks, shape.threads, shape.bytes, dev->stream>>>(dinp, partial, dout, inp, weight, mean, rstd, N, C,
-                                                                shape.stages, codes);
-    check_launch();
+    launch_shared(dev, kernel, blocks, shape.threads, shape.bytes, dinp, partial, dout, inp, weight, mean, rstd, N, C,
+                  shape.stages, codes);
     return blocks;
 }
 #endif

@@ -300,22 +300,13 @@ inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int d
            depth >= GEMM_MIN_DEPTH;
 }
 
-template <bool BACKWARD>
-void matmul_gelu_launch(const Device* dev, const MatmulGeluMaps* maps, int rows, int columns, int depth,
-                        const bf16* bias, float* partial) {
-    auto kernel = matmul_gelu_kernel<BACKWARD>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MG_SHARED_BYTES));
-    kernel<<<dev->sm_count, 384, MG_SHARED_BYTES, dev->stream>>>(*maps, gemm_shape(rows, columns, depth), bias,
-                                                                 partial);
-    check_launch();
-}
-
 // out, pre: (N, OC); inp: (N, C); weight: (OC, C); bias: (OC). Where matmul_gelu_fits(dev, N, OC, C).
 inline void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
                                 const bf16* bias, int64_t N, int C, int OC) {
     MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_COLUMNS),
                            tensor_map(out, 1, N, OC, 16), tensor_map(pre, 1, N, OC, 16)};
-    matmul_gelu_launch<false>(dev, &maps, (int)N, OC, C, bias, nullptr);
+    launch_shared(dev, matmul_gelu_kernel<false>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, OC, C), bias,
+                  nullptr);
 }
 
 // dinp: (N, C) = (dout W) * gelu'(pre); dbias: (C) (+)= its column sums; scratch: matmul_gelu_scratch_bytes;
@@ -325,6 +316,7 @@ void matmul_gelu_backward(const Device* dev, bf16* dinp, G* dbias, float* scratc
                           const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
     MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_DEPTH),
                            tensor_map(dinp, 1, N, C, 16), tensor_map(pre, 1, N, C, 16)};
-    matmul_gelu_launch<true>(dev, &maps, (int)N, C, OC, nullptr, scratch);
+    launch_shared(dev, matmul_gelu_kernel<true>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, C, OC),
+                  nullptr, scratch);
     column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, 64), C, accumulate);
 }

@@ -331,14 +331,6 @@ inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, i
            columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
 }
 
-template <bool BACKWARD, Fp8Type TYPE>
-void matmul_gelu_fp8_launch(const Device* dev, const MatmulGeluFp8Maps* maps, const MatmulGeluFp8* work) {
-    auto kernel = matmul_gelu_fp8_kernel<BACKWARD, TYPE>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MQ_SHARED_BYTES));
-    kernel<<<dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, dev->stream>>>(*maps, *work);
-    check_launch();
-}
-
 // The codes of a product's result by rows and by columns (of `out.type`), and the scales of its operands.
 struct MatmulGeluCodes {
     Fp8Codes out;
@@ -363,7 +355,7 @@ inline void matmul_gelu_fp8_forward(const Device* dev, const MatmulGeluCodes* co
                                     tensor_map(pre, 1, N, OC, GEMM_ROWS)};
     MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, OC, C);
     work.bias = bias;
-    matmul_gelu_fp8_launch<false, FP8_E4M3>(dev, &maps, &work);
+    launch_shared(dev, matmul_gelu_fp8_kernel<false, FP8_E4M3>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
 }
 
 // The codes of d = (dout W) * gelu'(pre), of dout's type; dbias: (C) (+)= the column sums of d; scratch:
@@ -378,10 +370,8 @@ void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G
                                     tensor_map(pre, 1, N, C, GEMM_ROWS)};
     MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, C, OC);
     work.pre = pre, work.partial = scratch;
-    if (codes->out.type == FP8_E5M2) {
-        matmul_gelu_fp8_launch<true, FP8_E5M2>(dev, &maps, &work);
-    } else {
-        matmul_gelu_fp8_launch<true, FP8_E4M3>(dev, &maps, &work);
-    }
+    const auto kernel =
+        codes->out.type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
+    launch_shared(dev, kernel, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
     column_sum(dev, &dbias, 1, scratch, (int)(N / GEMM_ROWS), C, accumulate);
 }

@@ -390,8 +390,6 @@ inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __ha
                         : b_mn ? symmetric_product_kernel<0, 1>
                                : symmetric_product_kernel<0, 0>;
     const int tiles = launch.shape.tiles, blocks = tiles < dev->sm_count ? tiles : dev->sm_count;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SP_SHARED_BYTES));
-    kernel<<<(unsigned)blocks, 384, SP_SHARED_BYTES, dev->stream>>>(launch);
-    check_launch();
+    launch_shared(dev, kernel, (unsigned)blocks, 384, SP_SHARED_BYTES, launch);
 }
 #endif

@@ -333,8 +333,7 @@ struct Mini : Shard {
         if (mode >= SHARD_STATES) free(weights);
     }
     void norm(float* scalars) {
-        shard_send_scalars(this, scalars);
-        shard_join_scalars(this, scalars);
+        shard_agree(this, scalars);
         norm_of_tiles(comm.dev, scalars + SCALAR_NORM, squares, MINI_TILES, 1.0f, scalars);
     }
 };

@@ -424,8 +424,9 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     linear.inp = linear_input(&layer.use, 0, inp.device, layer.columns, false);
     linear.weight = linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes);
     linear.dout = linear_gradient(&layer.use, 0, dout.device, false);
-    linear_forward(dev, out.device, &linear, N);
-    linear_backward(dev, dinp.device, &linear, N, false);
+    const auto forward = [&] { linear_forward(dev, out.device, &linear, N); };
+    const auto backward = [&] { linear_backward(dev, dinp.device, &linear, N, false); };
+    forward(), backward();
     const float *x = code_values(&room, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
                 *dy = code_values(&room, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2);
     float *want = room.host<float>(N * OC), *dwant = room.host<float>(N * C);

@@ -2,26 +2,6 @@
 // that one rank alone finds.
 #include "multi.h"
 
-// Lists the processes that the ranks' parent has made, in their order. Returns how many there are.
-static int ranks_of(const Child* child, pid_t* ranks, int most) {
-    char text[1024] = "";
-    FILE* file = fopen(formatted("/proc/%d/task/%d/children", child->pid, child->pid), "r");
-    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
-    if (file) fclose(file);
-    int count = 0;
-    for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
-    return count;
-}
-
-// Waits until none of these processes is there. Returns whether that came true.
-static bool gone(const pid_t* ranks, int count) {
-    return comes_true(5, 100, [=] {
-        int left = 0;
-        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
-        return left == 0;
-    });
-}
-
 // Starts `count` ranks that would train for long, and waits for their fifth step.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
                        int count = 3, const char* silence = "5") {

@@ -69,7 +69,6 @@ struct Shard {
     void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
     const void* kept_weights;          // of this rank's slices, in the order of `own`
     CommPiece *sends, *receives;       // (world) of the exchange that is being made
-    float* gathered;                   // (world, SCALARS)
     float flags[3];                    // this rank's SCALAR_STOP, _SAVE and _BAD, in host memory
     bool waits;                        // exchanges begin with attention
     int waiting;                       // bucket whose reduction shard_reduce_waiting begins; -1: none
@@ -133,26 +132,28 @@ void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
     }
 }
 
-// Sums the loss and combines the flags of all ranks, from the row that each has sent.
-__host__ __device__ inline void shard_agree(float* scalars, const float* gathered, int world) {
-    float loss = 0.0f, flag[SCALARS] = {};
-    for (int r = 0; r < world; r++) {
-        loss += gathered[r * SCALARS + SCALAR_LOSS];
-        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
+// Reduces value i of all ranks' values, all (world, n), in the order of the ranks: the maximum or the sum of integers,
+// or the sum of floats. Floats that are not negative have the order of their bits.
+enum ShardReduction { SHARD_MAX, SHARD_SUM, SHARD_SUM_FLOATS };
+
+__host__ __device__ inline uint32_t shard_reduced(const uint32_t* all, int world, int n, int i, ShardReduction how) {
+    uint32_t total = all[i];
+    for (int r = 1; r < world; r++) {
+        const uint32_t other = all[(int64_t)r * n + i];
+        float sum, term;
+        memcpy(&sum, &total, sizeof(sum)), memcpy(&term, &other, sizeof(term));
+        sum += term;
+        if (how == SHARD_MAX) total = other > total ? other : total;
+        if (how == SHARD_SUM) total += other;
+        if (how == SHARD_SUM_FLOATS) memcpy(&total, &sum, sizeof(sum));
     }
-    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
-    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+    return total;
 }
 
-// Reduces value i over the ranks: all (world, n) has the others' values, `own` is this rank's. Sum or maximum.
-__host__ __device__ inline uint32_t shard_reduced(uint32_t own, const uint32_t* all, int world, int rank, int n, int i,
-                                                  bool sum) {
-    for (int r = 0; r < world; r++) {
-        if (r == rank) continue;
-        const uint32_t other = all[(int64_t)r * n + i];
-        own = sum ? own + other : other > own ? other : own;
-    }
-    return own;
+// Writes this rank's flags. With bad data the loss is NaN, so that the step changes nothing.
+__host__ __device__ inline void shard_put_flags(float* scalars, float stop, float save, float bad) {
+    scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
+    if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
 }
 
 #ifdef __CUDACC__
@@ -198,19 +199,14 @@ __global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contri
 
 // Grid 1, block 1.
 __global__ static void shard_flags_kernel(float* scalars, float stop, float save, float bad) {
-    scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
+    shard_put_flags(scalars, stop, save, bad);
 }
 
-// Grid 1, block 1.
-__global__ static void shard_agree_kernel(float* scalars, const float* gathered, int world) {
-    shard_agree(scalars, gathered, world);
-}
-
-// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
-__global__ static void shard_all_reduce_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
-                                               int sums) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
-    if (i < n) own[i] = shard_reduced(own[i], all, world, rank, n, i, i >= maxima);
+// values: (n); all: (world, n). Grid ceil(n / 256), block 256.
+__global__ static void shard_all_reduce_kernel(uint32_t* values, const uint32_t* all, int world, int n,
+                                               ShardReduction how) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) values[i] = shard_reduced(all, world, n, i, how);
 }
 #endif
 
@@ -229,14 +225,10 @@ void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributio
 
 // Slices and memory.
 
+// Device memory that shard_open takes for pieces of all ranks.
 inline int64_t shard_staging_bytes(const Shard* s) {
     const int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
     return s->comm.world * s->piece * largest;
-}
-
-// Device memory that shard_open takes.
-inline int64_t shard_bytes(const Shard* s) {
-    return shard_staging_bytes(s) + s->comm.world * SCALARS * (int64_t)sizeof(float);
 }
 
 // Plans the slices of tensors in the order of their buckets, which are the layers and the rest. In packed memory,
@@ -272,7 +264,6 @@ inline void* shard_open(Shard* s, void* grads, void* weights, double* squares, i
     s->weights = gathered > 0 ? device_alloc(dev, gathered) : weights;
     if (gathered > 0) device_zero(dev, s->weights, gathered);
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
-    s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = s->waiting = -1;
     if (!dev->gpu) return s->weights;
     const int events = s->layers + 1;
@@ -286,7 +277,6 @@ inline void shard_close(Shard* s) {
     device_sync(dev);
     comm_close(&s->comm);
     device_free(dev, s->incoming);
-    device_free(dev, s->gathered);
     for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
     slices_free(&s->slices);
     free(s->ready), free(s->own), free(s->packed_tile), free(s->sends);
@@ -413,65 +403,40 @@ inline void shard_grads_free(const Shard* s, int bucket) {
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
 
-// Writes loss and flags of this rank into its row of `gathered`, and sends that row to all on the comm's stream.
-inline void shard_send_scalars(Shard* s, float* scalars) {
-    const Device* dev = s->comm.dev;
-    float* own = s->gathered + s->comm.rank * SCALARS;
-    if (!dev->gpu) {
-        memcpy(scalars + SCALAR_STOP, s->flags, sizeof(s->flags));
-        memcpy(own, scalars, SCALARS * sizeof(float));
-    }
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_flags_kernel<<<1, 1, 0, dev->stream>>>(scalars, s->flags[0], s->flags[1], s->flags[2]);
-        check(cudaMemcpyAsync(own, scalars, SCALARS * sizeof(float), cudaMemcpyDeviceToDevice, dev->stream));
-        check_launch();
-    }
-#endif
-    for (int r = 0; r < s->comm.world; r++) {
-        s->sends[r] = {own, SCALARS * (int64_t)sizeof(float)};
-        s->receives[r] = {s->gathered + r * SCALARS, SCALARS * (int64_t)sizeof(float)};
-    }
-    comm_after_device(&s->comm);
-    comm_exchange(&s->comm, s->sends, s->receives);
-}
-
-// Computes the step's loss, NaN if a rank has bad data, and flags from the rows that all ranks have sent.
-inline void shard_join_scalars(Shard* s, float* scalars) {
-    device_after_comm(&s->comm);
-#ifdef __CUDACC__
-    if (s->comm.dev->gpu) {
-        shard_agree_kernel<<<1, 1, 0, s->comm.dev->stream>>>(scalars, s->gathered, s->comm.world);
-        check_launch();
-        return;
-    }
-#endif
-    shard_agree(scalars, s->gathered, s->comm.world);
-}
-
-// All-reduces values (maxima + sums) on the device: the first by maximum, the others by sum. All ranks call it.
-inline void shard_all_reduce(Shard* s, uint32_t* values, int maxima, int sums) {
+// All-reduces values (n) on the device. All ranks call it.
+inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction how) {
     if (!s) return;
     const Comm* c = &s->comm;
-    const int n = maxima + sums;
     const int64_t bytes = n * (int64_t)sizeof(uint32_t);
+    const uint32_t* all = (const uint32_t*)s->incoming;
     assert(c->world * bytes <= shard_staging_bytes(s));
-    for (int r = 0; r < c->world; r++)
-        s->sends[r] = {(char*)values, bytes}, s->receives[r] = {s->incoming + r * bytes, bytes};
+    for (int r = 0; r < c->world; r++) s->sends[r] = {values, bytes}, s->receives[r] = {s->incoming + r * bytes, bytes};
     comm_after_device(c);
+    comm_copy(c, s->incoming + c->rank * bytes, values, bytes);
     comm_exchange(c, s->sends, s->receives);
     device_after_comm(c);
 #ifdef __CUDACC__
     if (c->dev->gpu) {
-        shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(
-            values, (const uint32_t*)s->incoming, c->world, c->rank, maxima, sums);
+        shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, all, c->world, n, how);
         check_launch();
         return;
     }
 #endif
-    for (int i = 0; i < n; i++) {
-        values[i] = shard_reduced(values[i], (const uint32_t*)s->incoming, c->world, c->rank, n, i, i >= maxima);
+    for (int i = 0; i < n; i++) values[i] = shard_reduced(all, c->world, n, i, how);
+}
+
+// Makes all ranks agree on the step's loss, the sum of their shares, and on the flags.
+inline void shard_agree(Shard* s, float* scalars) {
+    const float* flag = s->flags;
+#ifdef __CUDACC__
+    if (s->comm.dev->gpu) {
+        shard_flags_kernel<<<1, 1, 0, s->comm.dev->stream>>>(scalars, flag[0], flag[1], flag[2]);
+        check_launch();
     }
+#endif
+    if (!s->comm.dev->gpu) shard_put_flags(scalars, flag[0], flag[1], flag[2]);
+    shard_all_reduce(s, (uint32_t*)scalars + SCALAR_LOSS, 1, SHARD_SUM_FLOATS);
+    shard_all_reduce(s, (uint32_t*)scalars + SCALAR_STOP, 3, SHARD_MAX);
 }
 
 // Ends a step whose scalars the host has read.
@@ -492,17 +457,6 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
 // Sends rank 0's bytes to all.
 inline void shard_broadcast(const Shard* s, void* bytes, int64_t count) {
     if (s) launch_broadcast(s->comm.launch, 0, bytes, count);
-}
-
-// Sums the ranks' shares of a validation's mean loss, each in scalars[SCALAR_LOSS].
-inline void shard_loss(Shard* s, float* scalars) {
-    const Device* dev = s->comm.dev;
-    float value;
-    copy_to_host(dev, &value, scalars, sizeof(value));
-    double loss = value;
-    launch_all_reduce(s->comm.launch, &loss, 1, LAUNCH_SUM);
-    value = (float)loss;
-    copy_to_device(dev, scalars, &value, sizeof(value));
 }
 
 // Weights.

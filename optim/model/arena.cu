@@ -130,7 +130,7 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(a, config);
     int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
-    if (a->shard) other += shard_bytes(a->shard);
+    if (a->shard) other += shard_staging_bytes(a->shard);
     return {weights, states, arena_grads_bytes(a), other, optim.host};
 }
 

@@ -93,9 +93,7 @@ void arena_attention(const Arena* a) {
 
 // Makes all ranks agree on the loss of the step before they step the first part.
 static void arena_agree(const Arena* a) {
-    if (!a->shard) return;
-    shard_send_scalars(a->shard, a->scalars);
-    shard_join_scalars(a->shard, a->scalars);
+    if (a->shard) shard_agree(a->shard, a->scalars);
 }
 
 // Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
