@@ -209,9 +209,8 @@ void checkpoint_abandon(CheckpointWriter* writer) {
 
 bool checkpoint_mark_best(const char* run_folder, int64_t step, char* error) {
     const char *link = path_in(run_folder, "best"), *new_link = path_in(run_folder, "best.tmp");
-    SCOPED char* path = checkpoint_name(run_folder, step);
     unlink(new_link);  // of a start that was interrupted here
-    return (symlink(path_name(path), new_link) == 0 && rename(new_link, link) == 0) ||
+    return (symlink(path_name(checkpoint_name(run_folder, step)), new_link) == 0 && rename(new_link, link) == 0) ||
            data_error(error, "cannot make the link %s: %s", link, strerror(errno));
 }
 
