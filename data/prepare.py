@@ -394,7 +394,7 @@ def parse(arguments):
     what = "field of a .jsonl, .json or .parquet file (default: %(default)s)"
     add("--field", default="text", metavar="NAME", help=what)
     what = "folder with vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json, of GPT-2's kind "
-    what += "(default: ../shared/data/tokenizer beside the repository, else GPT-2's are downloaded)"
+    what += "(default: that of NIBBLE_GPT2, else GPT-2's are downloaded)"
     words("--tokenizer", metavar="DIR", help=what)
     what = "train a vocabulary of N tokens on the training text (the first GiB of it) and use it"
     words("--train-bpe", type=size, metavar="N", help=what)

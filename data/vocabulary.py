@@ -19,7 +19,7 @@ from crc32c import crc32c
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from input_files import END, damaged, download, read_own
-from messages import ROOT, Problem
+from messages import Problem
 
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
 MAX_VOCABULARY = 1 << 16  # a shard's tokens have 16 bits
@@ -185,9 +185,9 @@ def find_files(folder):
 
 
 def find_gpt2():
-    """Returns GPT-2's two files, from ../shared beside the repository or downloaded."""
+    """Returns GPT-2's files, from the folder that NIBBLE_GPT2 names or downloaded."""
     instead = "give a folder with encoder.json and vocab.bpe by --tokenizer"
-    return find_files(ROOT.parent / "shared" / "data" / "tokenizer") or [
+    return find_files(Path(os.environ.get("NIBBLE_GPT2", "/nowhere"))) or [
         Path(download(GPT2 + name, sha256, instead)) for name, sha256 in GPT2_SHA256.items()
     ]
 

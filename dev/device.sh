@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU can prove, on a machine that is lent for minutes; logs go to $OUT (default: build/device). The exit status
 # is 1 where something failed.
-#   dev/device.sh pack       here, without a GPU: builds, and puts what was built, build/wiki and the tokenizer into .carry/built
+#   dev/device.sh pack       here, without a GPU: builds, and puts what was built and build/wiki into .carry/built
 #   dev/device.sh unpack     there, first of all; the other steps then find everything built, and no test is skipped
 #   dev/device.sh prove      all tests (28 at once), racecheck; $OUT/logs.tgz
 #   dev/device.sh speed      the optimizer's table (of OPTIM, or all; 1558M on the second GPU, if there is one), 500 steps of
@@ -18,6 +18,7 @@
 set -u -o pipefail
 cd "$(dirname "$0")/.." || exit
 OUT=${OUT:-build/device} SWEEP=${SWEEP:-d6}
+export NIBBLE_GPT2=build/wiki # which has GPT-2's vocabulary
 mkdir -p "$OUT" build/logs
 status=0
 gpus=$(nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
@@ -74,12 +75,12 @@ pack() {
     local to=.carry/built
     [ -d build/wiki ] || { failed "pack: build/wiki is missing: dev/compare/README.md says how it is made"; return; }
     make -j"$(nproc)" "${programs[@]}" > "$OUT/make.log" 2>&1 || { tail "$OUT/make.log"; exit 1; }
-    rm -rf "$to" && mkdir -p "$to" && tar -cf - "${programs[@]}" build/wiki -C ../shared/data tokenizer | xz -9 -T1 > "$to/all.tar.xz" &&
+    rm -rf "$to" && mkdir -p "$to" && tar -cf - "${programs[@]}" build/wiki | xz -9 -T1 > "$to/all.tar.xz" &&
         du -sh "$to" || { rm -rf "$to"; failed pack; }
 }
 
 unpack() {
-    tar -xJf .carry/built/all.tar.xz && mkdir -p ../shared/data && mv tokenizer ../shared/data/ || { echo "FAILED: unpack"; exit 1; }
+    tar -xJf .carry/built/all.tar.xz || { echo "FAILED: unpack"; exit 1; }
 }
 
 prove() {
