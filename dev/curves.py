@@ -184,15 +184,6 @@ def smoothed(values, window):
     return result
 
 
-def palette():
-    """Returns the colours of the curves on their way to white, and greys, far enough apart for Pillow to keep white."""
-    shades = [[255 - (255 - int(c[i : i + 2], 16)) * k // 12 for i in (1, 3, 5)] for c in COLOURS for k in range(2, 13)]
-    shades += [[255 * k // 16] * 3 for k in range(17)]
-    image = Image.new("P", (1, 1))
-    image.putpalette(sum(shades, []))
-    return image
-
-
 def save(figure, path):
     """Saves a picture; a PNG has few colours, which takes a third of the size, and no date or version."""
     if path.suffix != ".png":
@@ -201,6 +192,6 @@ def save(figure, path):
         whole, few = io.BytesIO(), io.BytesIO()
         figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
         whole.seek(0)
-        Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
+        Image.open(whole).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
         write_whole(path, few.getvalue())
     plt.close(figure)

@@ -154,8 +154,6 @@ def draw_runs(options):
         draw_curves(axes, curves)
         axes.set_ylabel(unit)
         label_x(axes, {"time": "seconds"}.get(options.x, options.x))
-        if options.log and unit != "%":
-            axes.set_yscale("log")
     return figure
 
 
@@ -206,7 +204,6 @@ def main():
         "--smooth", type=int, default=1, metavar="N", help="mean over N training records (default: none)"
     )
     parser.add_argument("--title", default="", help="of the picture")
-    parser.add_argument("--log", action="store_true", help="logarithmic loss axis")
     options = parser.parse_args()
     if options.smooth < 1:
         raise Problem(f"--smooth {options.smooth}: give 1 or more")

@@ -11,22 +11,24 @@ let range; // of all figures' horizontal axis
 // Figures: the records they draw, the field, a factor, and what their axis says.
 const FIGURES = [
   { id: "loss", kind: "train", field: "loss", title: "loss: training (thin), validation (dots)", label: "nats a token" },
-  { id: "eval", kind: "eval", field: "acc", title: "evaluations", label: "right answers", hidden: true },
+  { id: "bytes", kind: "val", field: "bpb", title: "validation, as the runs' tokenizers differ", label: "bits per byte", hidden: true },
+  { id: "eval", kind: "eval", field: "acc", title: "evaluations", label: "share of right answers", range: { start: 0, end: 1 }, hidden: true },
   { id: "speed", kind: "train", field: "tok_s", title: "speed", label: "tokens a second" },
-  { id: "norm", kind: "train", field: "norm", title: "norm of the gradient", label: "" },
-  { id: "lr", kind: "train", field: "lr", title: "learning rate", label: "" },
+  { id: "norm", kind: "train", field: "norm", title: "norm of the gradient", label: "before clipping" },
+  { id: "lr", kind: "train", field: "lr", title: "learning rate", label: "", range: { start: 0 } },
   { id: "memory", kind: "memory", field: "used_bytes", factor: 2 ** -30, title: "memory of the GPU", label: "GiB", hidden: true },
-  { id: "skipped", kind: "train", field: "skipped", title: "skipped steps", label: "" },
+  { id: "skipped", kind: "train", field: "skipped", title: "skipped steps", label: "", range: { start: 0 } },
 ];
 
 function makeFigure(about) {
   const log = about.id === "loss" && element("log").checked;
   const plot = Bokeh.Plotting.figure({
     title: about.title, height: about.id === "loss" ? 380 : 230, sizing_mode: "stretch_width", x_range: range,
-    y_axis_type: log ? "log" : "linear", tools: "pan,wheel_zoom,box_zoom,reset,save", active_drag: "box_zoom",
+    y_axis_type: log ? "log" : "linear", y_range: new Bokeh.DataRange1d(about.range || {}), tools: "pan,wheel_zoom,box_zoom,reset,save", active_drag: "box_zoom",
   });
   plot.left[0].axis_label = about.label;
   const axis = element("axis").value, format = axis === "time_s" ? "00:00:00" : "0.[00]a";
+  plot.below[0].axis_label = { tokens: "tokens", step: "steps", time_s: "hours:minutes:seconds" }[axis];
   plot.below[0].formatter = new Bokeh.NumeralTickFormatter({ format });
   const tips = [["", "$name"], [axis, `@x{${format}}`], ["", "@y{0.[00000]}"]];
   plot.add_tools(new Bokeh.HoverTool({ tooltips: tips, mode: "mouse", line_policy: "nearest" }));
@@ -157,6 +159,8 @@ function drawAll() {
   for (const [kind, id] of [["eval", "eval"], ["memory", "memory"]]) {
     figures[id].box.hidden = ![...runs.values()].some((run) => run.columns[kind]?.step?.length);
   }
+  const ratios = [...runs.values()].map((run) => run.summary.last.val).filter((val) => val?.bpb).map((val) => val.loss / val.bpb);
+  figures.bytes.box.hidden = !(Math.max(...ratios) > 1.01 * Math.min(...ratios));
   for (const run of runs.values()) draw(run);
 }
 
@@ -190,6 +194,13 @@ function listRuns() {
   element("runs").replaceChildren(...rows);
 }
 
+// Options that only some rules read; where no run shown has such a rule, the table leaves them out.
+const OF_RULES = {
+  alpha: /ademamix/, ramp: /ademamix/, beta3: /ademamix|came/, rank: /galore|fira|apollo/, "rank-gap": /galore|fira|apollo/,
+  "rank-scale": /galore|fira|apollo/, momentum: /muon|rmnp/, nesterov: /muon|rmnp/, "ns-steps": /muon/, "ns-coefficients": /muon/,
+  "adafactor-lr": /adafactor/, "clip-update": /adafactor|came/,
+};
+
 // One column a run; the rows are results, and those options that differ between the runs shown.
 function compare() {
   const chosen = [...runs.values()].filter((run) => run.shown), rows = [["", ...chosen.map((run) => run.name)]];
@@ -205,7 +216,7 @@ function compare() {
   }
   for (const task of new Set(chosen.flatMap((run) => run.columns.eval?.name || []))) {
     const perplexity = (run) => run.columns.eval?.perplexity?.[run.columns.eval.name.lastIndexOf(task)];
-    if (chosen.some((run) => perplexity(run) > 0)) add(`${task}, perplexity`, (run) => shown(perplexity(run), 2));
+    if (chosen.some((run) => perplexity(run) > 0)) add(`${task}, perplexity`, (run) => (perplexity(run) > 1e4 ? large(perplexity(run)) : shown(perplexity(run), 2)));
   }
   add("tokens a second", (run) => large(run.summary.last.train?.tok_s));
   add("memory", (run) => gib(run.summary.last.memory?.used_bytes));
@@ -215,7 +226,8 @@ function compare() {
   const names = new Set(chosen.flatMap((run) => Object.keys(run.summary.options)));
   for (const name of names) {
     const values = chosen.map((run) => String(run.summary.options[name] ?? "–"));
-    if (name !== "run" && new Set(values).size > 1) rows.push(["--" + name, ...values]);
+    const read = !OF_RULES[name] || chosen.some((run) => OF_RULES[name].test(run.summary.options.rule ?? "adamw"));
+    if (name !== "run" && read && new Set(values).size > 1) rows.push(["--" + name, ...values]);
   }
   element("comparison").replaceChildren(...rows.map((cells, i) => {
     const row = document.createElement("tr");

@@ -30,7 +30,7 @@ def difference_curve(row):
     return Curve(row.name, x, y, row.pairs or len(row.done), errors, signed=True)
 
 
-def draw_groups(parts, what, path, zero):
+def draw_groups(table, parts, path, zero):
     """Draws a panel for each (title, baseline's curve or None, curves)."""
     parts = [(title, base, its) for title, base, curves in parts for its in parts_of(curves, base) if its]
     if not parts:
@@ -39,15 +39,11 @@ def draw_groups(parts, what, path, zero):
     figure, all_axes = panels([title for title, _, _ in parts])
     for axes, (_, base, curves) in zip(all_axes, parts):
         draw_curves(axes, curves, base, [0.0] * zero)
-        label_x(axes, what)
+        label_x(axes, "seconds" if table[0].seconds else "tokens")
         axes.set_ylabel("− baseline (nats)" if zero else "validation loss (nats)")
         if zero:
             axes.axhline(0, color="black", linewidth=1)
     save(figure, path)
-
-
-def axis_of(table):
-    return "seconds" if table[0].seconds else "tokens"
 
 
 def draw_losses(table, facts, path):
@@ -57,14 +53,14 @@ def draw_losses(table, facts, path):
         (group, black, [loss_curve(row) for row in rows if row.drawn and row is not base])
         for group, rows in groups(table).items()
     ]
-    draw_groups(parts, axis_of(table), path, False)
+    draw_groups(table, parts, path, False)
 
 
 def draw_picture(table, facts, path):
     """Draws the losses of the configurations that the sweep names in `picture`, for a README."""
     rows = [row for row in table if row.done and row.name in facts["picture"]]
     parts = [(facts["title"], None, [loss_curve(row) for row in rows])] if rows else []
-    draw_groups(parts, axis_of(table), path, False)
+    draw_groups(table, parts, path, False)
 
 
 def draw_differences(table, facts, path):
@@ -74,7 +70,7 @@ def draw_differences(table, facts, path):
             its = [difference_curve(row) for row in rows if row.baseline == baseline and row.path]
             if its:
                 parts.append((f"{group}, minus {baseline}", None, its))
-    draw_groups(parts, axis_of(table), path, True)
+    draw_groups(table, parts, path, True)
 
 
 def beside(axes, points):
