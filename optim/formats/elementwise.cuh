@@ -211,11 +211,16 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
 
     template <int N>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
-        OPTIM_UNROLL
-        for (int c = 0; c < N; c += 8) {
-            auto codes = load_value<Packed<BITS, 8>>(streams.codes, BITS / 8 * (first + (c ^ key.order)));
+        if constexpr (ON_GPU) {
             OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)codes.get(i));
+            for (int c = 0; c < N; c += 8) {
+                auto codes = load_value<Packed<BITS, 8>>(streams.codes, BITS / 8 * (first + (c ^ key.order)));
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)codes.get(i));
+            }
+        } else {  // a loop that the host's compiler turns into vectors
+            const Code* codes = (const Code*)streams.codes + first;
+            for (int i = 0; i < N; i++) x[i] = Format::decode(codes[i]);
         }
     }
 
@@ -229,14 +234,23 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         Noise noise = {};
         if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
-        OPTIM_UNROLL
-        for (int c = 0; c < N; c += 8) {
-            float value[8];
-            Packed<BITS, 8> codes = {};
+        if constexpr (ON_GPU) {
             OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) value[i] = raise_tiny_v(x[c + i], key);
-            Format::template encode_all<ROUNDING, MAY_BE_NAN>(value, noise, c, &codes);
-            store_value(streams.codes, BITS / 8 * (first + (c ^ key.order)), codes);
+            for (int c = 0; c < N; c += 8) {
+                float value[8];
+                Packed<BITS, 8> codes = {};
+                OPTIM_UNROLL
+                for (int i = 0; i < 8; i++) value[i] = raise_tiny_v(x[c + i], key);
+                Format::template encode_all<ROUNDING, MAY_BE_NAN>(value, noise, c, &codes);
+                store_value(streams.codes, BITS / 8 * (first + (c ^ key.order)), codes);
+            }
+        } else {
+            Code* codes = (Code*)streams.codes + first;
+            for (int i = 0; i < N; i++) {
+                const float value = raise_tiny_v(x[i], key);
+                if constexpr (ROUNDING == STOCHASTIC) codes[i] = Format::encode(value, noise_lane(noise, i));
+                if constexpr (ROUNDING == NEAREST) codes[i] = Format::encode(value);
+            }
         }
     }
 
