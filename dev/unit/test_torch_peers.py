@@ -1,5 +1,6 @@
 """Cases of test_torch.py that compare nibble_optim.compat with the packages whose names it has, where these are
 installed: every class, its signature, its defaults and twenty steps on the CPU; then what else is as there."""
+import copy
 import importlib
 import inspect
 import unittest.mock
@@ -125,12 +126,12 @@ def test_torch_compat_more():
     params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
     bitsandbytes.GlobalOptimManager.get_instance().override_config(params[1], "optim_bits", 32)
     optimizer = bitsandbytes.AdamW8bit(params)
-    hosts = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    hosts = copy.deepcopy(params)
     offloaded = torchao.CPUOffloadOptimizer(hosts, torchao.AdamW8bit, lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(offloaded, lambda epoch: 1.0)
     for p in params + hosts:
         p.grad = torch.ones_like(p)
-    optimizer.step()
-    offloaded.step()
+    optimizer.step(), offloaded.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     assert torch.equal(hosts[0], params[0])
     for more, kept in (({}, {"master"}), ({"store_param_remainders": True}, {"weights.low"})):

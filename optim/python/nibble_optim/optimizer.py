@@ -18,6 +18,8 @@ import torch
 from . import library
 from .part import MOMENTS, NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
+SHARED = ("overrides seed decay_mode lr_max beta3 alpha ramp momentum clip_update limit_growth stacked ns_steps "
+          "ns_coefficients rank rank_gap rank_scale").split()  # settings of all groups
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
          "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
@@ -116,13 +118,11 @@ class Optimizer(torch.optim.Optimizer):
         if adafactor_lr not in (None, "plain", "relative", "scaled", "paper"):
             raise ValueError(f"adafactor_lr: {adafactor_lr!r} was found; give plain, relative, scaled or paper")
         self._relative = adafactor_lr in ("relative", "paper")
-        self._shared = dict(overrides=overrides, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
-                            beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
-                            nesterov=None if nesterov is None else "on" if nesterov else "off",
+        given = locals()
+        self._shared = {name: given[name] for name in SHARED}
+        self._shared.update(nesterov=None if nesterov is None else "on" if nesterov else "off",
                             adafactor_lr="scaled" if adafactor_lr in ("scaled", "paper") else None,
-                            limit_growth=limit_growth, capturable=1 if capturable else None,
-                            stacked=stacked, ns_steps=ns_steps, ns_coefficients=ns_coefficients, rank=rank,
-                            rank_gap=rank_gap, rank_scale=rank_scale)
+                            capturable=1 if capturable else None)
         # Tensors that are smaller, as a whole, or no multiple of a second number, keep m and v in fp32.
         self._min_quantized = min_quantized if isinstance(min_quantized, tuple) else (min_quantized, 1)
         self._transposed = transposed
@@ -490,13 +490,10 @@ class Optimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
         saved_groups = deepcopy(state_dict["param_groups"])
-        if len(saved_groups) != len(self.param_groups):
-            raise ValueError(f"the saved states have {len(saved_groups)} parameter groups and the optimizer has "
-                             f"{len(self.param_groups)}")
+        sizes, here = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
+        if sizes != here:
+            raise ValueError(f"the saved states have groups of {sizes} parameters and the optimizer has {here}")
         for saved, group in zip(saved_groups, self.param_groups):
-            if len(saved["params"]) != len(group["params"]):
-                raise ValueError(f"the saved states have a group of {len(saved['params'])} parameters and the "
-                                 f"optimizer's has {len(group['params'])}")
             if "steps" not in saved:  # another optimizer's
                 saved.update({key: value for key, value in group.items() if key not in saved})
                 saved["steps"] = max([0, *(int(its["step"]) for its in state_dict["state"].values() if "step" in its)])

@@ -281,10 +281,13 @@ class Part:
                 found = levels[codes.long()] * scales.repeat_interleave(block)[:len(codes)]
             self.moment(tensor, own, found)
 
+    def handles(self):
+        """Returns the library's optimizers: of parameters without owners, and of those that this rank owns."""
+        return [handle for handle in (self.handle, self.shares and self.shares.handle) if handle]
+
     def loaded(self):
-        for handle in (self.handle, self.shares and self.shares.handle):
-            if handle:
-                handle.loaded()
+        for handle in self.handles():
+            handle.loaded()
 
     def place(self, groups, places, whole):
         """Sets the parameters' groups, and their places among all parameters; `whole`: there are no others."""
@@ -380,9 +383,8 @@ class Part:
     def _take_over(self, tensors):
         """Makes the library recompute the master or codes that it keeps beside these parameters."""
         for t in tensors:
-            for handle in (self.handle, self.shares and self.shares.handle):
-                if handle:
-                    handle.weights_changed(t)
+            for handle in self.handles():
+                handle.weights_changed(t)
 
     def _is_kept(self, tensor):
         """Returns False if a parameter that has moved (p.data = new, model.to) has other values than its master. Codes

@@ -23,27 +23,19 @@ for _base, _rule, _decay in (("Adam", "adam", 0), ("AdamW", "adamw", 1e-2)):
             f"{_block}bf16_stochastic_round=False", _settings(_m, _v), rule=_rule)
 
 
-class CPUOffloadOptimizer:
+class CPUOffloadOptimizer(torch.optim.Optimizer):
     """Keeps copies of the parameters and all states in host memory, pinned, and steps them there."""
 
     def __init__(self, params, optimizer_class=torch.optim.AdamW, *, offload_gradients=False, minimal_size=4096,
                  **kwargs) -> None:
-        groups = list(params)
-        if not groups:
-            raise ValueError("optimizer got an empty parameter list")
-        groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
-        self.pairs, self.offloads = [], offload_gradients
-        for i, group in enumerate(groups):
-            both = [(p, self._host(p) if p.numel() >= minimal_size else p) for p in self._alone(group["params"])]
-            groups[i] = {**group, "params": [host for _, host in both]}
-            self.pairs += [(p, host) for p, host in both if p is not host]
+        super().__init__(params, {})
+        hosts = {p: self._host(p) if p.numel() >= minimal_size else p
+                 for group in self.param_groups for p in group["params"]}
+        self.pairs, self.offloads = [(p, host) for p, host in hosts.items() if p is not host], offload_gradients
+        groups = [{**group, "params": [hosts[p] for p in group["params"]]} for group in self.param_groups]
         self.optimizer = optimizer_class(groups, **kwargs)
-        self.param_groups, self.state_dict = self.optimizer.param_groups, self.optimizer.state_dict
-        self.load_state_dict = self.optimizer.load_state_dict
-
-    @staticmethod
-    def _alone(params):
-        return [p[1] if isinstance(p, tuple) else p for p in ([params] if isinstance(params, torch.Tensor) else params)]
+        self.param_groups = self.optimizer.param_groups
+        self.state_dict, self.load_state_dict = self.optimizer.state_dict, self.optimizer.load_state_dict
 
     @staticmethod
     def _host(p):
@@ -52,7 +44,10 @@ class CPUOffloadOptimizer:
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for p, host in self.pairs:
             host.grad = None if p.grad is None else p.grad.to("cpu", non_blocking=True)
             p.grad = None if self.offloads else p.grad
