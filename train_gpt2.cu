@@ -74,6 +74,7 @@ static OptimConfig optim_config_of(const Options* o) {
     const bool both = strcmp(o->adafactor_lr, "paper") == 0;
     c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;
     c.scale_by_rms = both || strcmp(o->adafactor_lr, "scaled") == 0;
+    c.rank_reset = strcmp(o->rank_reset, "on") == 0;
     return c;
 }
 
@@ -136,7 +137,7 @@ static int ranks_of(const Model* m) {
 }
 
 // The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
-enum Matrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
+enum BlockMatrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
 static int fp8_slot(int l, int matrix) {
     return (l * BLOCK_MATRICES + matrix) * FP8_SLOTS;
 }

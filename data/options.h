@@ -7,15 +7,15 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-enum { OPTION_COUNT = 90 };
+enum { OPTION_COUNT = 91 };
 #define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; of --keep best
 
 // The values, by type. The rows of OPTIONS say what each means.
 typedef struct {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
-        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
-        *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
-        *resume, *device, *save, *config, *sample, *completion;
+        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *rank_reset, *clip_by, *on_nonfinite, *schedule,
+        *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval,
+        *eval_out, *run, *resume, *device, *save, *config, *sample, *completion;
     long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         momentum_warmup, kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every,
         sample_tokens, samples, top_k, eval_every, print_every, save_every, keep, seed, memory, fit;

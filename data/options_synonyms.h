@@ -61,13 +61,13 @@ static const struct {
     {"save-every keep", "save", "all|weights"},
     {"final-lr", "schedule", "cosine|linear|wsd"},
     {"alpha ramp", "rule", "ademamix"},
-    {"beta3", "rule", "ademamix|came"},
+    {"beta3", "rule", "ademamix|came|came8bit"},
     {"momentum momentum-warmup nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
     {"ns-steps ns-coefficients", "rule", "muon|normuon"},
-    {"rank", "rule", "galore|fira|apollo"},
-    {"rank-gap rank-scale", "rule", "galore|fira|apollo|apollo-mini"},
-    {"adafactor-lr", "rule", "adafactor"},
-    {"clip-update", "rule", "adafactor|came"},
+    {"rank", "rule", "galore|fira|apollo|apollo-factored"},
+    {"rank-gap rank-scale rank-reset", "rule", "galore|fira|apollo|apollo-mini|apollo-factored"},
+    {"adafactor-lr", "rule", "adafactor|adafactor8bit|came8bit"},
+    {"clip-update", "rule", "adafactor|came|adafactor8bit|came8bit"},
 };
 
 // Pairs of an option that replaces training, or another option, and of one that it would ignore.

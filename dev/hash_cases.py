@@ -109,6 +109,8 @@ preset=muon8 parameters=bf16
 rule=normuon m=fp32
 preset=galore8 rank=4
 rule=fira m=fp32 v=fp32 rank=4
+rule=apollo-factored m=dyn8 rank=4 rank_gap=2 rank_reset=on limit_growth=1.05
+rule=came8bit m=adanf4 adafactor_lr=paper limit_growth=1.01
 preset=apollo-mini
 preset=adamw8 limit_growth=1.01
 """.strip().split("\n")

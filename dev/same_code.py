@@ -59,7 +59,7 @@ step|Rmnp|BSR|DE4D|None|None|BF
 sums|Rmnp|BSR|DE4D|None|None|BF
 sums|Scaled<AdamW>|BSR|DYN|UDYN|None|BF
 step|Muon|F|SOFT|None|None|F
-step|GaLore|F|DYN|UDYN|None|F
+step|LowRank<MATRIX_GALORE>|F|DYN|UDYN|None|F
 step|MatrixApply|BSR|None|None|None|F""".strip().split("\n")]
 
 

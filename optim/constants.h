@@ -50,23 +50,26 @@ struct HyperSource {
     float beta1, beta2, beta3, alpha, eps, lr_max;
     int64_t ramp, momentum_warmup;
     Settings settings;
+    RowRule rows;
     bool independent, falls, cautious;  // --decay-mode
-    bool adafactor;
-    bool keeps_m;   // false: adafactor without m
-    bool nesterov;  // the direction is g + beta1 (m - g); false: it is m
+    bool keeps_m;                       // false: adafactor without m
+    bool nesterov;                      // the direction is g + beta1 (m - g); false: it is m
+    bool relative;                      // the learning rate is at most 1 / sqrt(step)
+    bool grows;                         // RuleDefaults::GROWS
+    bool of_norm;                       // of the update whose norm --limit-growth limits: the learning rate is 1
 };
 
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
     const RuleRow* rule = rule_of(config);
-    const bool adafactor = rule && rule->rows == ROWS_ADAFACTOR,
-               keeps_m = !adafactor || strcmp(config->m, none_row()->name) != 0,
+    const bool keeps_m = strcmp(config->m, none_row()->name) != 0,
                independent = strcmp(config->decay_mode, "independent") == 0,
                cautious = strcmp(config->decay_mode, "cautious") == 0,
-               falls = cautious || strcmp(config->decay_mode, "falling") == 0;
-    return {config->beta1, config->beta2,  config->beta3,   config->alpha,
-            config->eps,   config->lr_max, config->ramp,    config->momentum_warmup,
-            *settings,     independent,    falls,           cautious,
-            adafactor,     keeps_m,        config->nesterov};
+               falls = cautious || strcmp(config->decay_mode, "falling") == 0,
+               relative = config->relative_steps && has_adafactor_lr(config);
+    return {
+        config->beta1,           config->beta2, config->beta3, config->alpha, config->eps, config->lr_max, config->ramp,
+        config->momentum_warmup, *settings,     rule->rows,    independent,   falls,       cautious,       keeps_m,
+        config->nesterov,        relative,      rule->grows,   false};
 }
 
 // Returns beta1 of a step. In a warm-up it rises linearly from 0.85.
@@ -104,10 +107,26 @@ OPTIM_INLINE double adafactor_one_minus_beta2(int64_t step) {
     return step > 1 ? exponential(0.8 * logarithm(1.0 / (double)step)) : 1.0;
 }
 
+// Sets what the formulas of adafactor and of the package adafactor8bit have of their own.
+OPTIM_INLINE void factored_create(const HyperSource& from, int64_t step, double bias1, Hyper* hyper) {
+    const bool fixed = from.rows == ROWS_CAME8;
+    if (!from.keeps_m) hyper->one_minus_beta1 = 1.0f;
+    if (is_package(from.rows)) {
+        const double root = fixed ? sqrt(1.0 - power(from.beta2, step)) : 1.0;
+        const bool corrects = from.keeps_m && !from.relative && !from.of_norm;
+        hyper->step_size = corrects ? (float)((double)hyper->lr * root / bias1) : hyper->lr;
+    }
+    if (!fixed) hyper->one_minus_beta2 = (float)adafactor_one_minus_beta2(step);
+    hyper->root2 = 1.0f;
+}
+
 // Returns the constants of step number `step` (from 1) for the learning rate `rate`.
 OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {
     double beta1 = beta1_at(from, step), beta2 = from.beta2, beta3, alpha;
+    if (from.relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);
     double bias1 = 1.0 - power(beta1, step), lr = rate * from.settings.lr;
+    // The norm is that of an update with a corrected m; otherwise the limit would hold m back when it starts.
+    if (from.of_norm) lr = from.grows && from.keeps_m ? 1.0 / bias1 : 1.0;
     double decay_rate = from.independent ? rate / (double)from.lr_max
                         : from.falls     ? lr * (rate / (double)from.lr_max)
                                          : lr;
@@ -136,11 +155,7 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
            min = 0.01 * from.lr_max * from.settings.lr;
     ahead = ahead > min ? ahead : min;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
-    if (from.adafactor) {
-        hyper.one_minus_beta2 = (float)adafactor_one_minus_beta2(step);
-        hyper.root2 = 1.0f;
-        if (!from.keeps_m) hyper.one_minus_beta1 = 1.0f;
-    }
+    if (from.rows == ROWS_ADAFACTOR || is_package(from.rows)) factored_create(from, step, bias1, &hyper);
     return hyper;
 }
 

@@ -50,8 +50,8 @@ typedef struct {
 // options, and errors name these options. By default beta3 is 0.9999:
 //     device      cpu, cuda or cuda:N        parameters  fp32, bf16 or fp16: the type of the caller's weights
 //     preset, rule, weights, m, v, overrides, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
-//                 clip_update, adafactor_lr (plain or scaled), limit_growth, ns_steps, ns_coefficients, rank, rank_gap,
-//                 rank_scale, seed
+//                 clip_update, adafactor_lr, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale,
+//                 rank_reset, seed
 //     grads       fp32 or bf16; by default the parameters' type, fp32 for fp16
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0
 //     share       for N processes that hold parts of some tensors, cut at rows. Tensors that a rule, a format or

@@ -61,13 +61,14 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"momentum", NUMBER, IN_CONFIG(momentum)},
                                         {"nesterov", ON_OFF, IN_CONFIG(nesterov)},
                                         {"clip_update", NUMBER, IN_CONFIG(clip_update)},
-                                        {"adafactor_lr", ADAFACTOR_LR, IN_CONFIG(scale_by_rms)},
+                                        {"adafactor_lr", ADAFACTOR_LR, 0},
                                         {"limit_growth", NUMBER, IN_CONFIG(limit_growth)},
                                         {"ns_steps", COUNT, IN_CONFIG(ns_steps)},
                                         {"ns_coefficients", TEXT, IN_CONFIG(ns_coefficients)},
                                         {"rank", COUNT, IN_CONFIG(rank)},
                                         {"rank_gap", COUNT, IN_CONFIG(rank_gap)},
                                         {"rank_scale", NUMBER, IN_CONFIG(rank_scale)},
+                                        {"rank_reset", ON_OFF, IN_CONFIG(rank_reset)},
                                         {"element", COUNT, offsetof(NibbleOptim, element)}};
 
 const Setting* setting_find(const char* key) {
@@ -95,6 +96,14 @@ static bool setting_word(const char* key, const char* value, const char* first, 
     return is_first;
 }
 
+static void setting_adafactor_lr(OptimConfig* config, const char* value) {
+    const bool both = strcmp(value, "paper") == 0;
+    config->relative_steps = both || strcmp(value, "relative") == 0;
+    config->scale_by_rms = both || strcmp(value, "scaled") == 0;
+    if (config->relative_steps || config->scale_by_rms || strcmp(value, "plain") == 0) return;
+    user_error("adafactor_lr: \"%s\" was found; type plain, relative, scaled or paper", value);
+}
+
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
     const Setting* setting = setting_find(key);
     if (!setting) {
@@ -111,7 +120,7 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
     if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
     if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
-    if (setting->kind == ADAFACTOR_LR) *(bool*)at = setting_word(key, value, "scaled", "plain");
+    if (setting->kind == ADAFACTOR_LR) setting_adafactor_lr(&optim->config, value);
     if (setting->kind == PARAMETERS) {
         const bool fp16 = strcmp(value, "fp16") == 0;
         optim->compute = fp16 ? OPTIM_FP16 : setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;

@@ -60,8 +60,10 @@ struct OptimConfig {
     int64_t ns_steps = 5;         // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     int64_t rank = 0;                // galore, fira, apollo: the rank; 0: a quarter of the shorter side
-    int64_t rank_gap = 200;          // steps after which they take new directions
-    float rank_scale = 0.0f;         // their factor on the update; 0: the paper's (matrix/low_rank.h)
+    int64_t rank_gap = 0;            // steps after which they take new directions; 0: the rule's (matrix/low_rank.h)
+    float rank_scale = 0.0f;         // their factor on the update; 0: the rule's
+    bool rank_reset = false;         // their moments begin anew with new directions
+    float rank_growth = 1.01f;       // limit_growth of their launches
     int64_t matrix_chunk = 3 << 25;  // rules that read matrices take about this many elements at a time; no bit
                                      // depends on it (matrix/matrix.h)
     float limit_growth = 0.0f;       // a tensor's update grows by at most this factor a step; 0: no limit

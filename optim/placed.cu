@@ -237,7 +237,7 @@ static PlacedRun* build_run(PlacedTables* tables, int launch) {
     const OptimConfig* config = &tables->optim->plan->launch[launch].config;
     const bool matrix = rule_of(config)->matrix != MATRIX_NONE;
     PlacedRun* run = &tables->run[tables->runs++];
-    const bool by_rms = config->scale_by_rms && rule_of(config)->rows == ROWS_ADAFACTOR;
+    const bool by_rms = config->scale_by_rms && has_adafactor_lr(config);
     *run = {launch, update_reads_whole(config) && !matrix, matrix, by_rms, tables->tiles, 0, {}, {}, 0};
     return run;
 }
@@ -373,7 +373,9 @@ static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* grou
 // Returns the source of the constants of a caller's group under a plan's settings.
 static HyperSource run_source(const OptimConfig* config, const NibbleGroup* group, const Settings* settings) {
     const OptimConfig own = run_config(config, group);
-    const Settings used = {settings->lr, settings->decay < 0.0 ? group->weight_decay : settings->decay};
+    // The plan's decay is -1 times a factor where the caller's group has it.
+    const double decay = settings->decay < 0.0 ? -settings->decay * group->weight_decay : settings->decay;
+    const Settings used = {settings->lr, decay};
     return hyper_source(&own, &used);
 }
 

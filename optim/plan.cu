@@ -68,6 +68,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *rule = config->rule, *weights = config->weights, *m = config->m, *v = nullptr, *pattern[2] = {"", ""};
     bool of_rest = false;  // v comes from the override NON_MATRIX_TENSORS
+    bool typed = false;    // the decay comes from an override
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
@@ -77,11 +78,13 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         if (*change->m) m = change->m, pattern[1] = change->patterns;
         if (*change->v) v = change->v, pattern[1] = change->patterns;
         if (*change->v) of_rest = strcmp(change->patterns, NON_MATRIX_TENSORS) == 0;
-        if (change->decay >= 0.0) decay = change->decay;
+        if (change->decay >= 0.0) decay = change->decay, typed = true;
         lr *= change->lr;
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
     const RuleRow* row = find_row(rule_table(), rule);
+    const bool independent = strcmp(config->decay_mode, "independent") == 0;
+    if (is_low_rank(row) && !independent && !typed) decay *= row->slower;
     const bool vector = tensor->rows == 1 && tensor->cols > 0;  // without elements here, other processes have them
     if (row->matrix && vector && config->placed) {
         user_error(
@@ -147,6 +150,9 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
         if (own) own_config->beta1 = config->momentum;
         if (!own) own_config->momentum_warmup = 0;
         own_config->nesterov = config->nesterov || !own;
+        if (!low_rank_limits(own_config)) continue;
+        if (config->limit_growth > 0.0f) own_config->rank_growth = config->limit_growth;
+        own_config->limit_growth = 0.0f;
     }
     return plan;
 }

@@ -1,6 +1,6 @@
 // Implements optim_resolve: checks the names and values of a configuration and fills in defaults. A mistake is reported
 // by one sentence that names the option, what was found and what to type.
-#include "matrix/matrix.h"
+#include "matrix/low_rank.h"
 #include "storage.h"
 #include "optim.h"
 #include "override.h"
@@ -69,11 +69,16 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
     return resolve_name(state_table(), "--v", &config->v, error);
 }
 
-// Resolves m, which only adafactor can leave out.
+// Returns true if a rule can do without m.
+static bool can_drop_m(const RuleRow* rule) {
+    return rule->rows == ROWS_ADAFACTOR || rule->rows == ROWS_ADAFACTOR8;
+}
+
+// Resolves m.
 static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
     const RuleRow* rule = rule_of(config);
     if (strcmp(*m, NONE) != 0) return resolve_name(state_table(), option, m, error);
-    if (rule->rows == ROWS_ADAFACTOR) return true;
+    if (can_drop_m(rule)) return true;
     return data_error(error, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
                       option, rule->name);
 }
@@ -137,10 +142,10 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error) {
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
     const RuleRow* rule = rule_of(launch);
     const bool has_v = strcmp(launch->v, NONE) != 0, has_m = strcmp(launch->m, NONE) != 0;
-    if (!has_m && rule->rows != ROWS_ADAFACTOR) {
+    if (!has_m && !can_drop_m(rule)) {
         return data_error(error, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
     }
-    if (launch->limit_growth > 0.0f && rule->matrix) {
+    if (launch->limit_growth > 0.0f && rule->matrix && !low_rank_limits(launch)) {
         return data_error(
             error,
             "--limit-growth: %s sets the norm of its updates itself; type --limit-growth 0, or take --rule adamw",
@@ -229,7 +234,7 @@ static bool resolve_numbers(const OptimConfig* c, char* error) {
         const char* range;
     } numbers[] = {
         {"--rank", (double)c->rank, c->rank >= 0 && c->rank <= 65536, "a number from 0 to 65536"},
-        {"--rank-gap", (double)c->rank_gap, c->rank_gap >= 1, "a number from 1 on"},
+        {"--rank-gap", (double)c->rank_gap, c->rank_gap >= 0, any},
         {"--rank-scale", c->rank_scale, finite(c->rank_scale), any},
         {"--momentum", c->momentum, below_1(c->momentum), part},
         {"--ns-steps", (double)c->ns_steps, c->ns_steps >= 1 && c->ns_steps <= 100, "a number from 1 to 100"},
@@ -262,7 +267,7 @@ double optim_usual_rate(const char* rule) {
 }
 
 double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
-    if (strcmp(rule, "came") == 0) return 1.0 - 0.1 * (1.0 - beta2);
+    if (strncmp(rule, "came", 4) == 0) return 1.0 - 0.1 * (1.0 - beta2);
     return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)steps) : 0.9;
 }
 

@@ -78,11 +78,9 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     const OptimConfig* config = &launch->plan->config;
     const Streams* v = &launch->kept[SLOT_V];
     const RowRule rule = launch->rows.rule->rows;
-    const bool by_rms = config->scale_by_rms && rule == ROWS_ADAFACTOR;
     StepArguments arguments = launch_arguments(optim, launch, step);
     arguments.tiles -= step->first;
-    SumArguments sums = {
-        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts};
+    SumArguments sums = {work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, work->parts};
     if (dev->gpu) {
         const Kernel* kernel = step->replayed ? &work->replayed : &work->kernel;
         const StepArguments* at = step->replayed ? placed_replay(dev, step, &arguments) : nullptr;
@@ -96,13 +94,15 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
     settle.grad_scale = step->grad_scale;
-    settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
+    settle.sum = sum, settle.rule = rule;
+    settle.by_rms = config->scale_by_rms && has_adafactor_lr(config);
     settle.parts = work->parts, settle.kept = (float*)v->scales, settle.ready = v->new_scales;
     settle.factor = (float*)arguments.factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
     settle.one_minus_beta2 = arguments.group[0].one_minus_beta2, settle.root2 = arguments.group[0].root2;
     settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, own_number(step)),
     settle.root3 = (float)bias_root(config->beta3, own_number(step));
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    settle.eps = is_package(rule) ? arguments.group[0].eps : 0.0f;
     settle.changing = step->replayed ? step->replayed->changing : nullptr;
     rows_settle(dev, &settle);
 }
@@ -117,9 +117,14 @@ void optim_passes(const Optim* optim, int index, const LaunchStep* step) {
         for (int group = 0; group < own.constants.groups && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
             own.constants.source[group] = hyper_source(step->config, &settings);
+            own.constants.source[group].of_norm = true, own.constants.source[group].relative = false;
             own.constants.rate[group] = 1.0, own.constants.rate_at[group] = nullptr;
         }
         pass_run(optim, launch, range, plan->pass[i], &own);
+    }
+    if (is_package(launch->rows.rule->rows)) {
+        rows_round(optim->dev, launch->passes.tensor + range.first, range.tensors, step->grad_scale,
+                   (float*)launch->kept[SLOT_V].scales, launch->rows.rule->rows == ROWS_CAME8);
     }
 }
 
@@ -187,6 +192,13 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
                          optim->tensors,
                          optim->grads};
     matrix_begin(dev, work, step->grad_scale);
+    for (int slot = SLOT_M; slot <= SLOT_V && projects && low_rank_resets(low.config, low.step); slot++) {
+        const FormatRow* format = slot_format(launch->plan, (Slot)slot);
+        for (int i = 0; i < 3; i++) {
+            device_zero(dev, stream_data(&launch->kept[slot], i),
+                        run_bytes(&launch->plan->kept[slot], format->stream[i]));
+        }
+    }
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         const MatrixRange range = range_create(chunk, step->first, step->count);
@@ -242,8 +254,6 @@ static LaunchStep launch_step(const Optim* optim, int index, int64_t first, int6
                               double lr, int64_t number) {
     const StepLaunch* launch = &optim->launch[index];
     const OptimConfig* config = &launch->plan->config;
-    const bool relative = config->relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
-    if (relative && lr > 1.0 / sqrt((double)number)) lr = 1.0 / sqrt((double)number);
     LaunchStep step = {config, grad_scale, number, launch->tiles + first, launch->applied + first, first, count};
     step.constants.groups = optim->plan->groups;
     for (int i = 0; i < optim->plan->groups; i++) {

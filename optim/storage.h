@@ -63,6 +63,7 @@ struct RuleRow {
     bool has_momentum;             // m decays by OptimConfig.momentum, which becomes the launch's beta1
     bool leaves_vectors_to_adamw;  // vectors and embeddings get adamw by an override (NON_MATRIX_TENSORS in override.h)
     bool decoupled;                // the decay does not pass through the gradient
+    bool grows;                    // the update starts at 0, as m does
     bool divides_by_root_v;        // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;      // adamw's usual learning rate over this rule's
@@ -85,6 +86,12 @@ const FormatRow* compute_row(OptimType compute);    // the type that the matmuls
 // Returns the rule of a resolved configuration.
 inline const RuleRow* rule_of(const OptimConfig* config) {
     return find_row(rule_table(), config->rule);
+}
+
+// Returns true if the learning rate of a configuration may be that of --adafactor-lr.
+inline bool has_adafactor_lr(const OptimConfig* config) {
+    const RowRule rows = rule_of(config)->rows;
+    return rows == ROWS_ADAFACTOR || is_package(rows);
 }
 
 // Returns array 0, 1 or 2 of a storage.

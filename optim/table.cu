@@ -106,6 +106,7 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .has_momentum = T::HAS_MOMENTUM,
             .leaves_vectors_to_adamw = T::HAS_MOMENTUM || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
+            .grows = T::GROWS,
             .divides_by_root_v = T::DIVIDES_BY_ROOT_V,
             .matrix = T::MATRIX,
             .slower = slower,

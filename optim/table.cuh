@@ -20,6 +20,7 @@
 #include "formats/uniform.cuh"
 #include "rows/rows.cuh"
 #include "rules/adafactor.cuh"
+#include "rules/adafactor8bit.cuh"
 #include "rules/adam.cuh"
 #include "rules/adammini.cuh"
 #include "rules/adamw.cuh"
@@ -44,18 +45,26 @@
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)                       \
     ROW("adafactor", "v is one number a row times one a column; --m none drops m", 1, Adafactor)                    \
     ROW("came", "adafactor, and a confidence in m (--beta3), factored too; lr somewhat below adamw's", 1.5, Came)   \
+    ROW("adafactor8bit", "as the package of this name has it: m averages gradients, r and c have codes", 1,         \
+        Adafactor8bit)                                                                                              \
+    ROW("came8bit", "likewise, with its confidence (--beta3)", 1, Came8bit)                                         \
     ROW("rmnp", "momentum (--momentum) with rows of one length; vectors, embeddings: adamw", 1, Rmnp)               \
     ROW("normuon-lite", "rmnp with each row divided by the root of its own v", 1, NorMuonLite)
 
 // Rules that read whole matrices. Vectors and embeddings need another rule; NON_MATRIX_TENSORS (override.h) gives them
 // adamw.
-#define OPTIM_MATRIX_RULES(ROW)                                                                                   \
-    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 0.5, Muon)     \
-    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 0.5, NorMuon)                        \
-    ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25, GaLore)  \
-    ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25, Fira)          \
-    ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25, Apollo) \
-    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 0.25, ApolloMini)
+#define OPTIM_MATRIX_RULES(ROW)                                                                               \
+    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 0.5, Muon) \
+    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 0.5, NorMuon)                    \
+    ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25,      \
+        LowRank<MATRIX_GALORE>)                                                                               \
+    ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25,            \
+        LowRank<MATRIX_FIRA>)                                                                                 \
+    ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25,     \
+        LowRank<MATRIX_APOLLO>)                                                                               \
+    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 0.25,                    \
+        LowRank<MATRIX_APOLLO_MINI>)                                                                          \
+    ROW("apollo-factored", "apollo whose v is one number a row times one a column", 0.25, ApolloFactored)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
 
@@ -125,6 +134,7 @@
     BLOCKS("lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)                \
     BLOCKS("sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                                        \
     BLOCKS("nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                               \
+    BLOCKS("adanf4", "for m, as in adafactor8bit", AdaNf4, 128)                                                       \
     BLOCKS("e2m1", "for m: fp4", E2m1, 32)                                                                            \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
     OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                    \
@@ -175,6 +185,8 @@ constexpr PresetRow PRESETS[] = {
     {"adam-mini8", "adam-mini", "bf16:sr", "soft8/32", "none", "8-bit m; v is one number a row"},
     {"adafactor8", "adafactor", "bf16:sr", "soft8/32", "none", "8-bit m; v has numbers by row and column"},
     {"came8", "came", "bf16:sr", "soft8/32", "none", "8-bit m; v, confidence by row and column"},
+    {"adafactor8bit", "adafactor8bit", "bf16:sr", "adanf4/128", "none", "the package's steps, with its m of 4 bits",
+     "ln*|*.bias: m=fp32"},
     {"rmnp4", "rmnp", "bf16:sr", "de4/32@dq8", "none", "4-bit m and no v; the rest as adamw4l",
      "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
     {"muon", "muon", "bf16+fp32", "fp32", "none", "muon, fp32 momentum; the rest as adamw32",

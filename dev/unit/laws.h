@@ -88,6 +88,8 @@ static const Combination combinations[] = {
     {"", "came", "bf16:sr", "fp32", ""},
     {"", "came", "fp32", "de4/32@dq8", "", "", 1.01f},
     {"came8", "", "", "", "", "wte: wd=0.3", 1.01f},
+    {"", "adafactor8bit", "fp32", "dyn8", "", "", 1.02f, true},
+    {"", "came8bit", "bf16:sr", "adanf4/128", "", "h.0: rule=came8bit m=fp32", 1.01f},
     {"", "sgd", "bf16:sr", "bf16:sr", "", "", 1.05f},
     {"", "adam", "bf16+16", "soft8/32", "adalog8:sr", "", 1.01f},
     {"", "ademamix", "e4m3:sr", "soft8/32", "adalog8", "", 1.01f},
@@ -111,5 +113,6 @@ static const Combination combinations[] = {
     {"", "fira", "lin8:sr", "nf4/64:sr", "fp32"},
     {"", "apollo", "bf16:kahan", "dyn8:sr", "sqrt8"},
     {"", "apollo-mini", "bf16+8:sr", "fp32", "fp32"},
+    {"", "apollo-factored", "bf16:sr", "adanf4/128", "", "", 1.05f},
 };
 constexpr int COMBINATIONS = sizeof(combinations) / sizeof(combinations[0]);

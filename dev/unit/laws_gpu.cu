@@ -105,7 +105,7 @@ CACHE_TEST(JIT_TEST, laws_many_tensors_gpu) {
         const int64_t rows = t == 40 ? 130 : 7 + t, cols = t == 40 ? 1104 : 8 * (t % 5) + t % 2 * 24 + 8;
         many[t] = {formatted("h.%d.weight", t), t % 3 == 0 ? 1 : rows, cols, t % 3 != 0, 0};
     }
-    for (const char* rule : {"adam-mini", "rmnp", "normuon-lite", "adafactor", "came"}) {
+    for (const char* rule : {"adam-mini", "rmnp", "normuon-lite", "adafactor", "came", "adafactor8bit", "came8bit"}) {
         for (const char* m : {"bf16:sr", "soft8/32"}) {
             OptimConfig config = make_config(rule, "bf16:sr", "fp32");
             config.m = m, config.overrides = "none", config.grads = "bf16";

@@ -206,6 +206,53 @@ void oracle_factored(Whole<R>* w, const std::vector<R>& g, int step) {
         divide_by_factors(w, 1, rest, (R)c->beta3, R(1e-16), (R)(1.0 - pow((double)c->beta3, step)));
 }
 
+// Rounds averages as the codes of adalog8 do. The oracle in fp32 is off as a logarithm near 126 is in fp32.
+template <class R>
+void round_codes(std::vector<R>* x) {
+    for (size_t first = 0; first < x->size(); first += 2048) {
+        const size_t end = std::min(x->size(), first + 2048);
+        double most = 0x1p-126;
+        for (size_t i = first; i < end; i++) most = fmax(most, (double)(*x)[i]);
+        const double gap = (log2(most) + 126.0) / 255.0;
+        for (size_t i = first; i < end; i++) {
+            const double level = (log2(fmax((double)(*x)[i], 0x1p-126)) + 126.0) / gap;
+            (*x)[i] = (R)exp2(floor(level + 0.5) * gap - 126.0 + (std::is_same_v<R, float> ? 0x1p-18 : 0.0));
+        }
+    }
+}
+
+// adafactor8bit and came8bit. The correction of m comes later, since the limit does not see it.
+template <class R>
+void oracle_package(Whole<R>* w, const std::vector<R>& g, int step) {
+    const OptimConfig* c = w->config;
+    const bool came = w->rule("came8bit");
+    const int pairs = came && w->rows > 1 ? 2 : 1;
+    const R beta1 = is(c->m, "none") ? 0 : c->beta1, floor = (R)c->eps * (R)c->eps;
+    const R beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, -0.8));
+    std::vector<R> rest = g;
+    for (int64_t i = 0; i < w->size(); i++) average_to(&w->m[i], g[i], beta1), rest[i] -= w->m[i];
+    for (int k = 0; k < pairs; k++) {
+        std::vector<R>&row = w->row[k], &col = w->col[k], product[2] = {w->row[0], w->col[0]};
+        if (k == 1 && step == 1) row.assign(row.size(), 1), col.assign(col.size(), 1);
+        w->u.assign(w->u.size(), 0);  // divide_by_factors divides nothing here
+        divide_by_factors(w, k, k ? rest : g, k ? (R)c->beta3 : beta2, R(0), R(1));
+        R mean = 0;
+        for (size_t i = 0; i < row.size(); i++) {
+            product[0][i] = k ? product[0][i] * row[i] : row[i];
+            mean += (k ? std::max(product[0][i], floor) : row[i]) / w->rows;
+        }
+        for (size_t j = 0; j < col.size(); j++) product[1][j] = k ? product[1][j] * col[j] : col[j];
+        for (int64_t i = 0; i < w->size(); i++) {
+            const R r = std::max(product[0][i / w->cols], floor), of_col = std::max(product[1][i % w->cols], floor);
+            const R root = std::sqrt(w->rows > 1 ? r / std::max(mean, (R)c->eps) * of_col : of_col);
+            rest[i] /= root, w->u[i] = w->m[i] / root;
+        }
+    }
+    const R rms = norm_of(w->u) / std::sqrt((R)w->size()), clip = c->clip_update;
+    if (clip > 0 && rms > clip) scale_by(&w->u, clip / rms);
+    for (int k = 0; k < pairs && w->size() >= 4096; k++) round_codes(&w->row[k]), round_codes(&w->col[k]);
+}
+
 // Rules with momentum: u is its direction, of which rows are scaled, or the matrix is made orthogonal.
 template <class R>
 void oracle_directions(Whole<R>* w, const std::vector<R>& g, int step) {
@@ -274,9 +321,13 @@ template <class R>
 void new_directions(Whole<R>* w, const Dense<R>& g, int64_t rank, int step) {
     const OptimConfig* c = w->config;
     const bool stored = w->rule("galore") || w->rule("fira"), none = w->q.x.empty() || norm_of(w->q.x) == 0;
-    const uint32_t refresh = (uint32_t)((step - 1) / c->rank_gap);
+    const int64_t gap = c->rank_gap > 0 ? c->rank_gap : stored ? 200 : 10;
+    const uint32_t refresh = (uint32_t)((step - 1) / gap);
     Dense<R> y = w->q;
-    if (stored && !none && (step - 1) % c->rank_gap != 0) return;
+    for (auto* each : {&w->m, &w->v, &w->row[0], &w->col[0]}) {
+        if (c->rank_reset && (step - 1) % gap == 0) each->assign(each->size(), 0);
+    }
+    if (stored && !none && (step - 1) % gap != 0) return;
     if (!stored || none) {
         y = Dense<R>(rank, g.cols);
         for (size_t i = 0; i < y.x.size(); i++)
@@ -305,9 +356,19 @@ void oracle_low_rank(Whole<R>* w, const std::vector<R>& gradient, int step) {
     const Dense<R> low = g * transposed(q);
     Dense<R> n(low.rows, rank);
     w->m.resize(n.x.size()), w->v.resize(n.x.size());
+    w->row[0].resize(low.rows), w->col[0].resize(rank);
+    std::vector<R> row((size_t)low.rows), col((size_t)rank);
+    for (size_t i = 0; i < n.x.size(); i++) {
+        row[i / rank] += low.x[i] * low.x[i] / rank, col[i % rank] += low.x[i] * low.x[i] / low.rows;
+    }
+    for (int64_t i = 0; i < low.rows; i++) average_to(&w->row[0][i], row[i], (R)c->beta2);
+    for (int64_t i = 0; i < rank; i++) average_to(&w->col[0][i], col[i], (R)c->beta2);
+    R mean = 0;
+    for (R each : w->row[0]) mean += each / low.rows;
     for (size_t i = 0; i < n.x.size(); i++) {
         average_to(&w->m[i], low.x[i], (R)c->beta1);
         average_to(&w->v[i], low.x[i] * low.x[i], (R)c->beta2);
+        if (w->rule("apollo-factored")) w->v[i] = w->row[0][i / rank] * w->col[0][i % rank] / std::max(mean, (R)c->eps);
         n.x[i] = w->m[i] / w->bias1 / (std::sqrt(w->v[i] / w->bias2) + (R)c->eps);
     }
     round_bf16(&n.x, w->rounds);
@@ -322,9 +383,10 @@ void oracle_low_rank(Whole<R>* w, const std::vector<R>& gradient, int step) {
         }
     }
     const R norm = norm_of(rest.x), over = norm / (w->last + R(1e-8));
-    const R limit = w->last > 0 && over > R(1.01) ? over / R(1.01) : 1;
+    const R limit = w->last > 0 && over > (R)c->rank_growth ? over / (R)c->rank_growth : 1;
     w->last = norm / limit;
-    scale_by(&back.x, R(0.25)), scale_by(&rest.x, (mini ? std::sqrt(R(128)) : R(1)) / limit);
+    const R scale = fira ? R(1) : std::sqrt(mini ? R(128) : (R)g.cols / rank);
+    scale_by(&back.x, R(0.25)), scale_by(&rest.x, scale / limit);
     for (size_t i = 0; i < g.x.size(); i++) back.x[i] = galore ? back.x[i] : fira ? back.x[i] + rest.x[i] : rest.x[i];
     round_bf16(&back.x, w->rounds);
     w->u = turns ? transposed(back).x : back.x;
@@ -349,16 +411,22 @@ void oracle_step(Whole<R>* w, std::vector<R> g, double rate, int step) {
         oracle_directions(w, g, step);
     } else if (w->rule("adafactor") || w->rule("came")) {
         oracle_factored(w, g, step);
+    } else if (is_package(rule->rows)) {
+        oracle_package(w, g, step);
     } else {
         oracle_elements(w, g, step);
     }
     R factor = 1;
+    const bool has_m = !is(c->m, "none");
     if (c->scale_by_rms) factor = std::max(R(1e-3), norm_of(w->p) / std::sqrt((R)w->size()));
     if (c->limit_growth > 0) {
-        const R norm = factor * norm_of(w->u), most = (R)c->limit_growth * w->last;
+        const R norm = norm_of(w->u) / (rule->grows && has_m ? w->bias1 : R(1)), most = (R)c->limit_growth * w->last;
         const bool cut = w->last > 0 && norm > most;
         if (cut) factor *= most / norm;
         w->last = cut ? most : norm;
+    }
+    if (is_package(rule->rows) && has_m && !c->relative_steps) {
+        factor *= (w->rule("came8bit") ? std::sqrt(w->bias2) : R(1)) / w->bias1;
     }
     const R close = norm_of(w->u) / std::sqrt((R)w->size()) * R(1e-5);  // too close to zero to call its sign
     for (int64_t i = 0; i < w->size(); i++) {

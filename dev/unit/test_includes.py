@@ -62,13 +62,13 @@ def cycles(graph):
 
 
 def needs_differ():
-    """Arguments that need other rules in Python than as options of ./train. adafactor_lr and momentum_warmup are options alone."""
-    rows = re.findall(r'\{"([a-z0-9 -]+)", "rule", "([a-z|-]+)"\}', (ROOT / "data/options_synonyms.h").read_text())
+    """Arguments that need other rules in Python than as options of ./train. momentum_warmup is an option alone."""
+    rows = re.findall(r'\{"([a-z0-9 -]+)", "rule", "([a-z0-9|-]+)"\}', (ROOT / "data/options_synonyms.h").read_text())
     options = {name: set(rules.split("|")) for names, rules in rows for name in names.replace("-", "_").split()}
     text = re.search(r"^NEEDS = (\{.*?\})", (ROOT / "optim/python/nibble_optim/optimizer.py").read_text(), re.M | re.S)
     needs = ast.literal_eval(text[1])
     arguments = {name: set(needs[names].split()) for names in needs for name in names.split()}
-    names = (set(options) | set(arguments)) - {"adafactor_lr", "momentum_warmup"}
+    names = (set(options) | set(arguments)) - {"momentum_warmup"}
     return [f"{name}: other rules in optimizer.py than in options_synonyms.h" for name in sorted(names)
             if options.get(name) != arguments.get(name)]
 

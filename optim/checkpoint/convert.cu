@@ -263,7 +263,7 @@ static bool stored_find(Side* side, const Plan* plan, const OptimStored* stored,
 static bool averages_gradients(const char* name) {
     const RuleRow* rule = find_row(rule_table(), name);
     const RowRule rows = rule->rows;
-    return rule->keeps_v || rows == ROWS_ADAM_MINI || rows == ROWS_ADAFACTOR || rows == ROWS_CAME;
+    return rule->keeps_v || rows == ROWS_ADAM_MINI || rows >= ROWS_ADAFACTOR;
 }
 
 // Refuses moments that the checkpoint lacks, that mean something else there, or that have another shape: those of a
@@ -279,8 +279,8 @@ static bool slot_fits(const Side* from, const Side* to, const char* tensor, char
             rule, before);
     }
     const bool numbers = v && other && (by_numbers(from->format) || by_numbers(to->format));
-    const bool came = find_row(rule_table(), rule)->rows == ROWS_CAME;
-    if (numbers && (came || !averages_gradients(before) || !averages_gradients(rule))) {
+    const bool pairs = to->format && format_span(to->format) == SPAN_PAIRS;
+    if (numbers && (pairs || !averages_gradients(before) || !averages_gradients(rule))) {
         return data_error(error,
                           "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; "
                           "leave --rule, --preset and --override out, or begin anew from its weights with --model",

@@ -6,10 +6,14 @@
 
 EMBED_SOURCE
 
-struct Normal4 : MapDefaults<Normal4> {
+template <class Map>
+struct Quantiles : MapDefaults<Map> {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 0;
     static constexpr bool SIGNED = true, EVEN = true;
     typedef EvenCells<32> Cells;
+};
+
+struct Normal4 : Quantiles<Normal4> {
     static constexpr float MIN = 0.07958029955625534f;  // the level ZERO + 1
 
     static OPTIM_HOST double level(int code) {
@@ -34,3 +38,16 @@ struct Normal4 : MapDefaults<Normal4> {
 };
 
 typedef Levels<Normal4> Nf4;
+
+// adafactor8bit's table: -1 .. 0 has 8 levels, and 0 .. 1 the same with one more.
+struct AdaNormal4 : Quantiles<AdaNormal4> {
+    static constexpr float MIN = 0.07958022f;
+
+    static OPTIM_HOST double level(int code) {
+        const double half[9] = {0.0,        0.07958022, 0.17286907, 0.27408478, 0.3895074,
+                                0.52507306, 0.6961928,  0.8641379,  1.0};
+        return (double)(float)(code >= ZERO ? half[code - ZERO] : code > 0 ? -half[ZERO - code] : -1.0);
+    }
+};
+
+typedef Levels<AdaNormal4> AdaNf4;

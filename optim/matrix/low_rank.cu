@@ -10,21 +10,50 @@
 
 constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise besides those of noise.cuh
 constexpr int POWER_ITERATIONS = 2, BASIS_PADDED = 256;
-constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
+constexpr float NORM_EPS = 1e-8f;
 
-static bool stores_basis(MatrixRule rule) {
-    return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
+// What the rules differ in; low_rank.h has the formulas.
+struct LowRule {
+    bool stores;    // Q has directions of the gradient, which are stored; otherwise it is drawn in each step
+    bool limits;    // the gradient is scaled, and the norm of this term limited
+    bool residual;  // that term is the rest of the gradient, to which N is added
+    bool one_phi;   // one phi serves all channels, and the rank is 1
+    bool factored;  // v has averages of rows and columns
+    float scale;    // --rank-scale by default; 0: the shorter side over the rank
+    int gap;        // --rank-gap by default
+};
+
+static const LowRule& low_rule(const OptimConfig* config) {
+    static constexpr LowRule rules[] = {{true, false, false, false, false, 0.25f, 200},
+                                        {true, true, true, false, false, 0.25f, 200},
+                                        {false, true, false, false, false, 0.0f, 10},
+                                        {false, true, false, true, false, 128.0f, 10},
+                                        {false, true, false, false, true, 0.0f, 10}};
+    static_assert(MATRIX_APOLLO_FACTORED - MATRIX_GALORE + 1 == sizeof(rules) / sizeof(rules[0]), "one for each");
+    return rules[rule_of(config)->matrix - MATRIX_GALORE];
 }
 
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
-    const MatrixRule rule = rule_of(config)->matrix;
-    const int64_t side = rows < cols ? rows : cols;
-    int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
+    const LowRule& rule = low_rule(config);
+    const int64_t side = rows < cols ? rows : cols, length = rows + cols - side;
+    int64_t rank = rule.one_phi ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
+    const int64_t kept = (rule.stores ? rank * side : 0) + (rule.factored ? length + rank : 0);
     // galore's is padded, as checkpoints have it.
-    const int64_t basis = rule == MATRIX_GALORE ? ceil_div(rank * side, BASIS_PADDED) * BASIS_PADDED
-                                                : (rule == MATRIX_FIRA ? rank * side : 0) + 1;
+    const int64_t basis = rule.limits ? kept + 1 : ceil_div(kept, BASIS_PADDED) * BASIS_PADDED;
     return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};
+}
+
+static int64_t low_gap(const OptimConfig* config) {
+    return config->rank_gap > 0 ? config->rank_gap : low_rule(config).gap;
+}
+
+bool low_rank_limits(const OptimConfig* config) {
+    return is_low_rank(rule_of(config)) && low_rule(config).limits;
+}
+
+bool low_rank_resets(const OptimConfig* config, int64_t step) {
+    return config->rank_reset && (step - 1) % low_gap(config) == 0;
 }
 
 template <class Format>
@@ -220,12 +249,13 @@ static void orthonormal(const Device* dev, const Orthonormal& o) {
 // One matrix of a chunk, and where its buffers are.
 struct LowMatrix {
     const Matrix* shape;
-    MatrixRule rule;
+    LowRule rule;
     bool right;            // R >= C: Q multiplies from the right
     int64_t side, length;  // the shorter and the longer side
     int64_t rank;
     float *g, *low, *direction;
-    float* last;       // the norm that the limit keeps, or null
+    float* last;       // the norm that the limit keeps
+    float* averages;   // of `low` squared, of channels (length) and of the others (rank), if v is factored
     float *q, *y, *z;  // room for (rank, side), (rank, side) and the moments' shape
     float* parts;      // on a GPU room for two operands of a product, else null
     float* sums;       // room for 4 length + 4 numbers
@@ -236,18 +266,18 @@ static LowMatrix low_matrix(const LowStep* low_step, const Matrix* m) {
     const MatrixWork* work = low_step->work;
     LowMatrix l = {};
     l.shape = m;
-    l.rule = rule_of(low_step->config)->matrix;
+    l.rule = low_rule(low_step->config);
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
     float* basis = (float*)low_step->basis->codes + m->basis;
-    l.last = l.rule == MATRIX_GALORE ? nullptr : basis + shape.basis - 1;
+    l.last = basis + shape.basis - 1, l.averages = basis;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
     l.parts = low_step->dev->gpu ? l.z + l.rank * l.length : nullptr;
     l.sums = work->sums;
-    if (stores_basis(l.rule)) l.q = basis;
+    if (l.rule.stores) l.q = basis;
     return l;
 }
 
@@ -334,7 +364,8 @@ static void basis_refresh(const LowStep* low_step, const LowMatrix* l, uint32_t 
 
 bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan) {
     const Rows rows = config_rows(config);
-    return dev->gpu && rows.rule->matrix == MATRIX_GALORE && rows.grads->stream[0].bits == 16 && plan->by_eights;
+    return dev->gpu && is_low_rank(rows.rule) && !low_rule(config).limits && rows.grads->stream[0].bits == 16 &&
+           plan->by_eights;
 }
 
 // Finds out which matrices have directions, unless all had some before. It waits for the device, in the first two steps
@@ -343,7 +374,7 @@ static void find_directions(const LowStep* low_step) {
     const MatrixPlan* plan = &low_step->work->plan;
     bool all = true;
     for (int i = 0; i < plan->matrices; i++) all = all && plan->matrix[i].has_basis;
-    if (all || !stores_basis(rule_of(low_step->config)->matrix)) return;
+    if (all || !low_rule(low_step->config).stores) return;
     float* host = (float*)memory_take((size_t)plan->matrices * sizeof(float));
     const FirstRow first = {low_step->work->matrix, (const float*)low_step->basis->codes, low_step->work->sums};
     for_lanes(low_step->dev, first, plan->matrices);
@@ -355,18 +386,17 @@ static void find_directions(const LowStep* low_step) {
 // Returns true if this step computes a new Q for a matrix, for which the gradients must lie in the scratch.
 static bool refreshes(const LowStep* low_step, const Matrix* m) {
     const OptimConfig* config = low_step->config;
-    return stores_basis(rule_of(config)->matrix) && ((low_step->step - 1) % config->rank_gap == 0 || !m->has_basis);
+    return low_rule(config).stores && ((low_step->step - 1) % low_gap(config) == 0 || !m->has_basis);
 }
 
-static float rank_scale(const OptimConfig* config) {
-    const MatrixRule rule = rule_of(config)->matrix;
-    const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
-    return config->rank_scale > 0.0f ? config->rank_scale : usual;
+static float rank_scale(const OptimConfig* config, const LowMatrix* l) {
+    if (config->rank_scale > 0.0f) return config->rank_scale;
+    return l->rule.scale > 0.0f ? l->rule.scale : (float)l->side / (float)l->rank;
 }
 
 void low_rank_project(const LowStep* low_step, int chunk) {
     const OptimConfig* config = low_step->config;
-    const uint32_t refresh = (uint32_t)((low_step->step - 1) / config->rank_gap);
+    const uint32_t refresh = (uint32_t)((low_step->step - 1) / low_gap(config));
     const MatrixChunk* taken = &low_step->work->plan.chunk[chunk];
     int64_t padding = taken->end - taken->begin;
     bool reads = !low_step->in_bf16;
@@ -374,7 +404,7 @@ void low_rank_project(const LowStep* low_step, int chunk) {
     each_matrix(low_step, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(low_step, l->shape); });
     if (reads) low_gradients(low_step, taken);
     each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
-        if (!stores_basis(l->rule)) {
+        if (!l->rule.stores) {
             const float scale = (float)(1.0 / sqrt((double)l->rank));
             const RandomBasis random = {l->q, config->seed, (uint64_t)l->shape->element, refresh, scale};
             for_each(low_step->dev, random, l->rank * l->side);
@@ -447,10 +477,10 @@ struct SumOf {
 // Computes 1 / limit from a sum of squares, and the norm that is kept. It has one index.
 struct Limit {
     const float *sum, *unit;
-    float *last, *inverse;
+    float *last, *inverse, growth;
 
     OPTIM_INLINE void at(int64_t) const {
-        const float now = exact_sqrt(*sum), most = exact_mul(LIMIT, exact_add(*last, NORM_EPS));
+        const float now = exact_sqrt(*sum), most = exact_mul(growth, exact_add(*last, NORM_EPS));
         const bool limited = *last > 0.0f && now > most;
         *inverse = limited ? exact_div(most, now) : 1.0f;
         if (is_finite(*unit)) *last = limited ? most : now;
@@ -490,37 +520,87 @@ static void channel_squares(const Device* dev, const LowMatrix* l, const float* 
     for_lanes(dev, l->right ? rows : columns, l->length);
 }
 
+// Moves averages towards the means of squares, of which `inverse` is 1 over the count.
+struct MoveAverages {
+    float* averages;
+    const float *squares, *unit;
+    float inverse, one_minus_beta2;
+    bool begin;  // anew, from 0
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const float last = begin ? 0.0f : averages[i];
+        if (is_finite(*unit)) averages[i] = row_moment(last, squares[i], inverse, one_minus_beta2);
+    }
+};
+
+// Divides m, in the direction's place, by the root of its factored v.
+struct DivideByFactors {
+    float* direction;
+    const float *channels, *others, *sum;  // averages, and the sum of those of the channels
+    float inverse;                         // 1 over their number
+    Hyper hyper;
+    int64_t cols;
+    bool by_rows;  // channels are rows
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const int64_t row = i / cols, col = i % cols;
+        const float mean = exact_max(exact_mul(*sum, inverse), hyper.eps);
+        const float product = exact_mul(channels[by_rows ? row : col], others[by_rows ? col : row]);
+        const float root = exact_sqrt(exact_div(product, mean));
+        direction[i] = exact_div(exact_mul(direction[i], hyper.step_size), exact_fma(root, hyper.root2, hyper.eps));
+    }
+};
+
+static void divide_by_factors(const LowStep* low_step, const LowMatrix* l) {
+    const Device* dev = low_step->dev;
+    const float* unit = low_step->work->unit;
+    const bool begin = low_rank_resets(low_step->config, low_step->step);
+    const Settings settings = {1.0, 0.0};
+    const Hyper hyper = hyper_create(low_step->config, &settings, 1.0, low_step->step);
+    const int64_t n = l->length, cols = l->right ? l->rank : n;
+    const ChannelSquares by_column = {l->low, n, 1, cols, l->sums + 4}, by_row = {l->low, n, cols, 1, l->sums + 4};
+    float *sum = l->sums + 1, *squares = l->sums + 4, *others = l->averages + n;
+    for_lanes(dev, l->right ? by_column : by_row, l->rank);
+    for_each(dev, MoveAverages{others, squares, unit, 1.0f / (float)n, hyper.one_minus_beta2, begin}, l->rank);
+    channel_squares(dev, l, l->low, l->rank, squares);
+    for_each(dev, MoveAverages{l->averages, squares, unit, 1.0f / (float)l->rank, hyper.one_minus_beta2, begin}, n);
+    for_lanes(dev, SumOf{l->averages, n, sum}, 1);
+    const DivideByFactors divide = {l->direction, l->averages, others, sum, 1.0f / (float)n, hyper, cols, l->right};
+    for_each(dev, divide, l->rank * n);
+}
+
 // Computes phi and 1 / limit. 1 / limit is sums[0], and phi begins at sums[4].
-static void scale_factors(const Device* dev, const MatrixWork* work, const LowMatrix* l) {
+static void scale_factors(const LowStep* low_step, const LowMatrix* l) {
+    const Device* dev = low_step->dev;
     const int64_t n = l->length;
     float *inverse = l->sums, *total = inverse + 1, *factor = inverse + 4, *full = factor + n, *of_low = full + n,
           *squares = of_low + n;
     channel_squares(dev, l, l->g, l->side, full);
     channel_squares(dev, l, l->direction, l->rank, factor);
     channel_squares(dev, l, l->low, l->rank, of_low);
-    if (l->rule == MATRIX_APOLLO_MINI) {
+    if (l->rule.one_phi) {
         for_lanes(dev, SumOf{factor, n, inverse + 2}, 1);
         for_lanes(dev, SumOf{of_low, n, inverse + 3}, 1);
         for_each(dev, Factors{factor, squares, inverse + 2, inverse + 3, full, 0, false}, n);
     } else {
-        for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule == MATRIX_FIRA}, n);
+        for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule.residual}, n);
     }
     for_lanes(dev, SumOf{squares, n, total}, 1);
-    for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
+    for_each(dev, Limit{total, low_step->work->unit, l->last, inverse, low_step->config->rank_growth}, 1);
 }
 
 void low_rank_update(const LowStep* low_step, int chunk) {
     const Device* dev = low_step->dev;
-    const float scale = rank_scale(low_step->config), root = sqrtf(scale);
     each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
+        const float scale = rank_scale(low_step->config, l), of_rest = l->rule.residual ? 1.0f : sqrtf(scale);
         if (low_step->in_bf16) return project_back_bf16(low_step, l, scale);
-        if (l->rule == MATRIX_GALORE) return project_back(dev, l, l->direction, scale, 0.0f);
-        scale_factors(dev, low_step->work, l);
-        const bool fira = l->rule == MATRIX_FIRA;
+        if (!l->rule.limits) return project_back(dev, l, l->direction, scale, 0.0f);
+        if (l->rule.factored) divide_by_factors(low_step, l);
+        scale_factors(low_step, l);
         const int64_t cols = l->shape->cols, low_cols = l->right ? l->rank : l->length;
         const float *inverse = l->sums, *factor = inverse + 4;
-        for_each(dev, ScaleChannels{l->g, factor, inverse, cols, l->right, fira ? 1.0f : root}, l->shape->rows * cols);
-        if (!fira) return;
+        for_each(dev, ScaleChannels{l->g, factor, inverse, cols, l->right, of_rest}, l->shape->rows * cols);
+        if (!l->rule.residual) return;
         const ResidualDirection residual = {l->direction, l->low, factor, inverse, low_cols, l->right, scale};
         for_each(dev, residual, l->rank * l->length);
         project_back(dev, l, l->direction, 1.0f, 1.0f);

@@ -6,10 +6,13 @@
 //     fira         U = s N Q + phi (G - low Q) / limit,  phi_i = ||N_i|| / (||low_i|| + 1e-8)
 //     apollo       U = sqrt(s) phi G / limit;  Q of normal numbers of variance 1 / r
 //     apollo-mini  the same with r = 1 and one phi, ||N|| / (||low|| + 1e-8), for the matrix
+//     apollo-factored  as apollo, and v = a_i b_k / max(mean a, eps), with averages a and b of the means of low^2 over
+//                  row i and column k, in fp32 (adafactor8bit's apollo_factorize)
 // galore is by Zhao et al., arXiv 2403.03507; fira by Chen et al., 2410.01623; apollo by Zhu et al., 2412.05270. s is
-// --rank-scale. The formulas of U are for R >= C, where phi multiplies rows; otherwise it multiplies columns. The limit
-// keeps the norm of the term that it divides from growing by more than a factor of 1.01 a step: with `now` that norm
-// and `last` the norm kept,
+// --rank-scale: by default 0.25, of apollo-mini 128, and m / r for apollo, whose phi is about sqrt(r / m) of what the
+// whole matrix would have. The formulas of U are for R >= C, where phi multiplies rows; otherwise it multiplies
+// columns. The limit keeps the norm of the term that it divides from growing by more than a factor a step,
+// --limit-growth or 1.01: with `now` that norm and `last` the norm kept,
 //     limit = max(now / (last + 1e-8), 1.01) / 1.01,  last = now / limit;   1 where last is 0 (nothing was there)
 // Fira's residual is the paper's, G - low Q; its code subtracts s low Q. The residual's norm follows from those of
 // channels, since Q has orthonormal rows: ||G_i - (low Q)_i||^2 = ||G_i||^2 - ||low_i||^2.
@@ -17,10 +20,10 @@
 // A randomised range finder computes Q of galore and fira. It starts from the last Q, or at first from normal numbers,
 // and twice sets Q <- rows of (Q G) G^T, or (G Q^T)^T G, made orthonormal by Gram-Schmidt, each row twice. A row that
 // is a combination of earlier rows becomes a random one. Moments keep their values when Q changes, as in the papers'
-// code. A matrix whose gradients were all zero so far has no Q and does not move; it takes its first directions from
-// the first gradient that is not zero. A zero gradient changes no Q. apollo's Q is computed in each step from (seed,
-// element of the arena, (step - 1) / gap), so it is not stored; its normal numbers are sums of eight uniform numbers of
-// 16 bits.
+// code; with --rank-reset on, they begin anew. A matrix whose gradients were all zero so far has no Q and does not
+// move; it takes its first directions from the first gradient that is not zero. A zero gradient changes no Q. apollo's
+// Q is computed in each step from (seed, element of the arena, (step - 1) / gap), so it is not stored; its normal
+// numbers are sums of eight uniform numbers of 16 bits.
 //
 // Arithmetic: fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so CPU and GPU differ only in the
 // products. A GPU makes a product of fp32 as three of TF32, within 3 2^-22 of the operands' magnitudes, and sums of K
@@ -42,6 +45,12 @@ struct LowShape {
     int64_t basis;  // Q, if it is stored, and the norm of the limit
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
+
+// Returns true if a configuration's rule is one that limits a norm.
+bool low_rank_limits(const OptimConfig* config);
+
+// Returns true if moments begin anew with step number `step`.
+bool low_rank_resets(const OptimConfig* config, int64_t step);
 
 // Returns true if the products of a launch are those of bf16. All matrices of the launch in the whole model decide, so
 // that a matrix's bits do not depend on which others a rank keeps.

@@ -2,13 +2,13 @@
 #include "rows.h"
 
 #include "../each.cuh"
+#include "../formats/adalog8.cuh"
 #include "sums.cuh"
 
 // The plan.
 
 bool config_scaled(const OptimConfig* config) {
-    const bool by_rms = config->scale_by_rms && rule_of(config)->rows == ROWS_ADAFACTOR;
-    return config->limit_growth > 0.0f || by_rms;
+    return config->limit_growth > 0.0f || (config->scale_by_rms && has_adafactor_lr(config));
 }
 
 bool update_reads_whole(const OptimConfig* config) {
@@ -23,10 +23,10 @@ bool config_reads_whole(const OptimConfig* config) {
 
 static void passes_add(RowPlan* plan, const OptimConfig* config) {
     for (int sum = SUM_SQUARES; sum <= SUM_STEP; sum++) {
-        const bool asked = sum == SUM_UPDATE    ? config->clip_update > 0.0f
-                           : sum == SUM_WEIGHTS ? config->scale_by_rms
-                           : sum == SUM_STEP    ? config->limit_growth > 0.0f
-                                                : true;
+        const bool asked = sum == SUM_UPDATE || sum == SUM_MOMENTUM ? config->clip_update > 0.0f
+                           : sum == SUM_WEIGHTS                     ? config->scale_by_rms
+                           : sum == SUM_STEP                        ? config->limit_growth > 0.0f
+                                                                    : true;
         if (asked && sum_info((Sum)sum).rules >> rule_of(config)->rows & 1) plan->pass[plan->passes++] = (Sum)sum;
     }
 }
@@ -196,4 +196,41 @@ void rows_settle(const Device* dev, const SettleArguments* settle) {
     if (!(sum_info(settle->sum).whole >> settle->rule & 1)) return;
     for_lanes<SETTLE_LANES>(dev, SettleTensors{*settle}, settle->tensors);
     for_each(dev, SettleReady{*settle}, settle->numbers);
+}
+
+constexpr int64_t CODED_ELEMENTS = 4096;  // smaller tensors keep fp32, by the package's min_8bit_size
+constexpr int ROUNDERS = 32;              // iterations that share the blocks of 2048 numbers of a list
+
+struct RoundNumbers {
+    const SumTensor* tensor;
+    const float* grad_scale;
+    float* kept;
+    int lists;  // of a tensor: its rows, its columns, and these again with `pairs`
+
+    OPTIM_INLINE void at(int64_t i) const {
+        const SumTensor& t = tensor[i / ROUNDERS / lists];
+        const int64_t list = i / ROUNDERS % lists, length = list % 2 ? t.cols : t.rows;
+        float* numbers = kept + t.number + list / 2 * (t.rows + t.cols) + list % 2 * t.rows;
+        if (!is_finite(*grad_scale) || t.rows * t.cols < CODED_ELEMENTS) return;
+        for (int64_t first = i % ROUNDERS * TILE_ELEMENTS; first < length; first += ROUNDERS * TILE_ELEMENTS) {
+            block(numbers + first, length - first < TILE_ELEMENTS ? length - first : TILE_ELEMENTS);
+        }
+    }
+
+    static OPTIM_INLINE void block(float* x, int64_t count) {
+        float most = 0.0f;
+        for (int64_t k = 0; k < count; k++) most = exact_max(x[k], most);
+        const float scale = log_scale(most), step = log_step(scale);
+        const LogEncoding encoding = log_encoding<NEAREST>(scale);
+        for (int64_t k = 0; k < count; k++) {
+            const uint32_t code = log_word<NEAREST>(x[k], encoding, 0) - LOG_BIAS<NEAREST>;
+            x[k] = log_level(bits_float(0x4b000000u + code), step);
+        }
+    }
+};
+
+void rows_round(const Device* dev, const SumTensor* tensor, int64_t tensors, const float* grad_scale, float* kept,
+                bool pairs) {
+    const int lists = pairs ? 4 : 2;
+    for_each(dev, RoundNumbers{tensor, grad_scale, kept, lists}, tensors * lists * ROUNDERS);
 }

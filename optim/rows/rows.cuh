@@ -11,6 +11,7 @@
 //                                                       a_i = sqrt(mean r) / sqrt(r_i), b_j = 1 / sqrt(c_j)
 //     SUM_UPDATE     all of (a_i b_j g)^2               adafactor, came: a_i = a_i / max(1, RMS / d), d: --clip-update
 //     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2   came: as SUM_MOMENTS with beta3 and 1e-16 more
+//     SUM_MOMENTUM   all of (a_i b_j m)^2              adafactor8bit, came8bit: as SUM_UPDATE
 //     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(1e-3, RMS) of the step's update
 //     SUM_STEP       all of the update for lr 1         every rule, by --limit-growth: limit() below
 // For a vector, r_i / mean r is 1 and c_j is a v of each element: as in the papers, a vector is not factored.
@@ -37,10 +38,11 @@ EMBED_SOURCE
 
 constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_LANES = 1024;
 
-enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
+enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_MOMENTUM, SUM_WEIGHTS, SUM_STEP };
 
-// A row says what a pass reads besides the gradient, what it makes, and which rules run it. SUM_UPDATE also needs
-// --clip-update, SUM_WEIGHTS --adafactor-lr, and SUM_STEP --limit-growth, which serves every rule.
+// A row says what a pass reads besides the gradient, what it makes, and which rules run it. SUM_UPDATE and
+// SUM_MOMENTUM also need --clip-update, SUM_WEIGHTS --adafactor-lr, and SUM_STEP --limit-growth, which serves every
+// rule.
 struct SumInfo {
     unsigned rules;  // bit r: RowRule r has this pass
     bool reads_m, reads_v, has_columns;
@@ -48,16 +50,18 @@ struct SumInfo {
 };
 
 OPTIM_INLINE constexpr SumInfo sum_info(Sum sum) {
-    constexpr unsigned lite = 1u << ROWS_NORMUON_LITE, came = 1u << ROWS_CAME, factored = 1u << ROWS_ADAFACTOR | came;
+    constexpr unsigned lite = 1u << ROWS_NORMUON_LITE, came = 1u << ROWS_CAME, came8 = 1u << ROWS_CAME8,
+                       adafactor = 1u << ROWS_ADAFACTOR, package = 1u << ROWS_ADAFACTOR8 | came8;
     constexpr SumInfo rows[] = {
         // rules, reads_m, reads_v, has_columns, whole
-        {1u << ROWS_ADAM_MINI, false, false, false, 0},                     // SUM_SQUARES
-        {1u << ROWS_RMNP | lite, true, false, false, lite},                 // SUM_DIRECTION
-        {factored, false, false, true, factored},                           // SUM_MOMENTS
-        {factored, false, true, false, factored},                           // SUM_UPDATE
-        {came, true, true, true, came},                                     // SUM_RESIDUAL
-        {1u << ROWS_ADAFACTOR, false, false, false, 1u << ROWS_ADAFACTOR},  // SUM_WEIGHTS
-        {~0u, true, true, false, ~0u},                                      // SUM_STEP
+        {1u << ROWS_ADAM_MINI, false, false, false, 0},                                // SUM_SQUARES
+        {1u << ROWS_RMNP | lite, true, false, false, lite},                            // SUM_DIRECTION
+        {adafactor | came | package, false, false, true, adafactor | came | package},  // SUM_MOMENTS
+        {adafactor | came, false, true, false, adafactor | came},                      // SUM_UPDATE
+        {came | came8, true, true, true, came | came8},                                // SUM_RESIDUAL
+        {package, true, true, false, package},                                         // SUM_MOMENTUM
+        {adafactor | package, false, false, false, adafactor | package},               // SUM_WEIGHTS
+        {~0u, true, true, false, ~0u},                                                 // SUM_STEP
     };
     return rows[sum];
 }
@@ -92,7 +96,6 @@ struct SumArguments {
     int64_t tensors, blocks;
     int64_t first_block;  // of the first tensor
     Sum sum;
-    bool by_rms;   // step.factor holds the RMS of the weights (SUM_WEIGHTS)
     float* parts;  // partial sums: at row_parts (panels, rows), at col_parts (slabs, cols)
 };
 
@@ -188,10 +191,10 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
 
 // Returns the span of a rule's numbers.
 OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
-    return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? SPAN_SCALES
-           : rule == ROWS_ADAFACTOR                       ? SPAN_FACTORS
-           : rule == ROWS_CAME                            ? SPAN_PAIRS
-                                                          : SPAN_ROWS;
+    return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE      ? SPAN_SCALES
+           : rule == ROWS_ADAFACTOR || rule == ROWS_ADAFACTOR8 ? SPAN_FACTORS
+           : rule == ROWS_CAME || rule == ROWS_CAME8           ? SPAN_PAIRS
+                                                               : SPAN_ROWS;
 }
 
 typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the step reads the new one, which replaces it
@@ -202,9 +205,13 @@ typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two factors for each row 
 typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
 
 // Returns the number of an element that a pass squares; for SUM_STEP use the rule's update instead.
-OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, float m, float v) {
+OPTIM_INLINE float sum_value(Sum sum, RowRule rule, const Hyper& hyper, float p, float g, float m, float v) {
     if (sum == SUM_WEIGHTS) return p;
     if (sum == SUM_UPDATE) return exact_mul(g, v);
+    if (sum == SUM_MOMENTUM) return exact_mul(average(m, g, hyper.one_minus_beta1), v);
+    if (sum == SUM_RESIDUAL && rule == ROWS_CAME8) {
+        return exact_mul(exact_add(g, -average(m, g, hyper.one_minus_beta1)), v);
+    }
     if (sum == SUM_RESIDUAL) {
         const float u = exact_mul(g, v);
         return exact_add(u, -average(m, u, hyper.one_minus_beta1));
@@ -224,9 +231,10 @@ struct SettleArguments {
     float *parts, *kept, *ready;  // `kept` and `ready` are Streams::scales and new_scales of v
     float* factor;                // (tiles of the weights' arrays) factors of the step's update
     float* norms;                 // (tensors)
-    bool by_rms;                  // as in SumArguments
+    bool by_rms;                  // `factor` holds the RMS of the weights (SUM_WEIGHTS)
     float one_minus_beta2, root2, one_minus_beta3, root3;
     float clip, growth;  // --clip-update, or infinity; --limit-growth
+    float eps;           // of the package's rules: the least mean of r, and the root of the least r and c; 0 of others
     const float*
         changing;  // device memory: one_minus_beta2, root2 and root3 of a step in a CUDA graph; null: those above
 };
@@ -238,8 +246,18 @@ OPTIM_INLINE float row_moment(float v, float sum, float inverse, float one_minus
     return canonical(exact_fma(one_minus_beta, exact_fma(sum, inverse, -v), v));
 }
 
-OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float one_minus_beta) {
+// The package's begins at 1.
+OPTIM_INLINE float residual_moment(RowRule rule, float s, float sum, float inverse, float one_minus_beta) {
+    if (is_package(rule)) return row_moment(s > 0.0f ? s : 1.0f, sum, inverse, one_minus_beta);
     return canonical(exact_fma(one_minus_beta, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
+}
+
+// Returns the number of a row or column whose root divides the update, at least eps^2. `second`: after SUM_RESIDUAL,
+// where its second average lies; the package multiplies the two.
+OPTIM_INLINE float divisor(const SettleArguments& a, int64_t at, int64_t second) {
+    if (!is_package(a.rule)) return a.kept[a.sum == SUM_RESIDUAL ? second : at];
+    const float x = a.sum == SUM_RESIDUAL ? exact_mul(a.kept[at], a.kept[second]) : a.kept[at];
+    return exact_max(x, exact_mul(a.eps, a.eps));
 }
 
 // Keeps a GPU's compiler from using a loaded number before all loads above are in flight. Lanes of a warp may be on
@@ -284,7 +302,8 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
     } else if (a.sum == SUM_MOMENTS) {
         return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
     } else if (a.sum == SUM_RESIDUAL) {
-        return a.kept[second] = residual_moment(a.kept[second], sum, inverse, a.one_minus_beta3);
+        a.kept[second] = residual_moment(a.rule, a.kept[second], sum, inverse, a.one_minus_beta3);
+        return divisor(a, at, second);
     } else if (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE) {
         a.kept[at] = row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
         const float root = moment_root(a.kept[at]);
@@ -298,13 +317,17 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
 // Ends a pass for column j: stores its average and the number that the step reads.
 OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, int64_t j) {
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
-    const bool residual = a.sum == SUM_RESIDUAL;
-    const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
-    const int64_t place = (residual ? ready_pair(t.rows, t.cols) : 0) + ready_rows(t.rows) + ready_place((uint32_t)j);
-    a.kept[at] = residual ? residual_moment(a.kept[at], sum, inverse, a.one_minus_beta3)
+    const bool residual = a.sum == SUM_RESIDUAL, second = residual && !is_package(a.rule);
+    const int64_t first = t.number + t.rows + j, at = first + (residual ? t.rows + t.cols : 0);
+    const int64_t place = (second ? ready_pair(t.rows, t.cols) : 0) + ready_rows(t.rows) + ready_place((uint32_t)j);
+    a.kept[at] = residual ? residual_moment(a.rule, a.kept[at], sum, inverse, a.one_minus_beta3)
                           : row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
-    const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
-    a.ready[t.ready + place] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
+    const float root = exact_mul(moment_root(divisor(a, first, at)), second ? a.root3 : residual ? 1.0f : a.root2);
+    if (residual && t.rows == 1) {  // a vector has no confidence
+        if (second) a.ready[t.ready + place] = 1.0f;
+        return;
+    }
+    a.ready[t.ready + place] = exact_div(1.0f, root);
 }
 
 // Returns the factor of Fira's norm-growth limiter (arXiv 2410.01623), which cuts a norm above `growth` times the last
@@ -318,8 +341,11 @@ OPTIM_INLINE float limit(float norm, float last, float growth) {
 // Returns the number of a tensor, from the sum over its rows.
 OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, float sum) {
     const float elements = (float)(t.rows * t.cols);
-    if (a.sum == SUM_MOMENTS || a.sum == SUM_RESIDUAL) return moment_root(exact_div(sum, (float)t.rows));
-    if (a.sum == SUM_UPDATE) {
+    if (a.sum == SUM_MOMENTS || a.sum == SUM_RESIDUAL) {
+        const float least = t.rows > 1 ? a.eps : exact_mul(a.eps, a.eps);  // a vector's r has no part in V
+        return moment_root(exact_max(exact_div(sum, (float)t.rows), least));
+    }
+    if (a.sum == SUM_UPDATE || a.sum == SUM_MOMENTUM) {
         const float over = exact_div(exact_sqrt(exact_div(sum, elements)), a.clip);
         return over > 1.0f ? exact_div(1.0f, over) : 1.0f;
     }
@@ -333,11 +359,13 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
     const int64_t at = t.number + i;
     float* ready = a.ready + t.ready + i;
-    if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
-        *ready = exact_div(whole, moment_root(a.kept[at]));
-    } else if (a.sum == SUM_RESIDUAL) {
-        ready[ready_pair(t.rows, t.cols)] = exact_div(whole, moment_root(a.kept[at + t.rows + t.cols]));
-    } else if (a.sum == SUM_UPDATE) {
+    if (a.sum == SUM_RESIDUAL) {
+        if (is_package(a.rule) && t.rows == 1) return;
+        ready += is_package(a.rule) ? 0 : ready_pair(t.rows, t.cols);
+        *ready = exact_div(whole, moment_root(divisor(a, at, at + t.rows + t.cols)));
+    } else if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
+        *ready = exact_div(whole, moment_root(divisor(a, at, at)));
+    } else if (a.sum == SUM_UPDATE || a.sum == SUM_MOMENTUM) {
         *ready = exact_mul(*ready, whole);
     }
 }

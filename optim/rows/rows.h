@@ -45,3 +45,8 @@ void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArgument
 
 // Ends a pass: turns the sums into the numbers that the step reads.
 void rows_settle(const Device* dev, const SettleArguments* settle);
+
+// Rounds kept numbers as adafactor8bit's 8-bit codes do, once all passes have read them. `pairs`: there are two numbers
+// of each row and column.
+void rows_round(const Device* dev, const SumTensor* tensor, int64_t tensors, const float* grad_scale, float* kept,
+                bool pairs);

@@ -97,7 +97,6 @@ OPTIM_INLINE void sum_values(Sum sum, const Rule& rule, const Weights& weights, 
     const bool by_rows = rule.rows != ROWS_NONE, decays = sum == SUM_STEP && !rule.decoupled;
     float g[N][SUM_LANE] = {}, m[N][SUM_LANE] = {}, v[N][SUM_LANE] = {}, slow[N][SUM_LANE] = {}, root[SUM_LANE];
     Hyper hyper = pass.step.group[tensor.group];
-    if (sum == SUM_STEP && pass.sums.by_rms) hyper = hyper_scaled(hyper, pass.step.factor[tensor.kept]);
     OPTIM_UNROLL
     for (int r = 0; r < N; r++) {
         OPTIM_UNROLL
@@ -123,7 +122,7 @@ OPTIM_INLINE void sum_values(Sum sum, const Rule& rule, const Weights& weights, 
             if (decays) g[r][i] = exact_fma(hyper.decay, x[r][i], g[r][i]), x[r][i] = 0.0f;
             if (reads) v[r][i] = columned ? exact_mul(first, columns.v[i]) : first;
             if (reads && second) slow[r][i] = exact_mul(other, columns.slow[i]);
-            if (sum != SUM_STEP) x[r][i] = sum_value(sum, hyper, x[r][i], g[r][i], m[r][i], v[r][i]);
+            if (sum != SUM_STEP) x[r][i] = sum_value(sum, rule.rows, hyper, x[r][i], g[r][i], m[r][i], v[r][i]);
         }
         if (sum != SUM_STEP) continue;
         hyper.decay = 0.0f;
@@ -260,6 +259,7 @@ __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArg
     sums_pass<SUM_MOMENTS, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
     sums_pass<SUM_UPDATE, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
     sums_pass<SUM_RESIDUAL, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_MOMENTUM, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
     sums_pass<SUM_WEIGHTS, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
     sums_pass<SUM_STEP, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
 }

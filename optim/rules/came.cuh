@@ -15,7 +15,7 @@ EMBED_SOURCE
 
 struct Came : RuleDefaults {
     static constexpr RowRule ROWS = ROWS_CAME;
-    static constexpr bool BY_ROWS = true, PAIRS = true;
+    static constexpr bool BY_ROWS = true, PAIRS = true, GROWS = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float* second) {
         *m = average(*m, exact_mul(g, *v), hyper.one_minus_beta1);

@@ -43,11 +43,25 @@ enum MatrixRule {
     MATRIX_GALORE,  // this and the following ones keep moments of a projected gradient (matrix/low_rank.h)
     MATRIX_FIRA,
     MATRIX_APOLLO,
-    MATRIX_APOLLO_MINI
+    MATRIX_APOLLO_MINI,
+    MATRIX_APOLLO_FACTORED
 };
 
 // The sums over rows and columns that a rule needs (rows.cuh); ROWS_NONE: none.
-enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
+enum RowRule {
+    ROWS_NONE,
+    ROWS_ADAM_MINI,
+    ROWS_RMNP,
+    ROWS_NORMUON_LITE,
+    ROWS_ADAFACTOR,
+    ROWS_CAME,
+    ROWS_ADAFACTOR8,  // this and the next one are the package adafactor8bit's (adafactor8bit.cuh)
+    ROWS_CAME8
+};
+
+OPTIM_INLINE constexpr bool is_package(RowRule rule) {
+    return rule >= ROWS_ADAFACTOR8;
+}
 
 // The optional members of a rule.
 struct RuleDefaults {
@@ -57,6 +71,7 @@ struct RuleDefaults {
     static constexpr bool PAIRS = false;         // v has a second number, which `update` gets as `slow`
     static constexpr bool SCALED = false;        // each tensor's update has a factor
     static constexpr bool HAS_MOMENTUM = false;  // m decays by --momentum; vectors and embeddings then get adamw
+    static constexpr bool GROWS = false;  // m starts at 0, and the update with it, since nothing corrects its bias
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
 };
 

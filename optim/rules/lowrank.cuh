@@ -9,8 +9,9 @@
 
 EMBED_SOURCE
 
-struct GaLore : AdamW {
-    static constexpr MatrixRule MATRIX = MATRIX_GALORE;
+template <MatrixRule RULE>
+struct LowRank : AdamW {
+    static constexpr MatrixRule MATRIX = RULE;
 
     // step_size is for a learning rate of 1.
     static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {
@@ -18,14 +19,11 @@ struct GaLore : AdamW {
     }
 };
 
-struct Fira : GaLore {
-    static constexpr MatrixRule MATRIX = MATRIX_FIRA;
-};
+// Its v has numbers of rows and columns, which matrix/low_rank.cu keeps; it divides by their root.
+struct ApolloFactored : RuleDefaults {
+    static constexpr MatrixRule MATRIX = MATRIX_APOLLO_FACTORED;
 
-struct Apollo : GaLore {
-    static constexpr MatrixRule MATRIX = MATRIX_APOLLO;
-};
-
-struct ApolloMini : GaLore {
-    static constexpr MatrixRule MATRIX = MATRIX_APOLLO_MINI;
+    static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
+        *p = *m = average(*m, g, hyper.one_minus_beta1);
+    }
 };

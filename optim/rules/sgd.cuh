@@ -9,7 +9,7 @@
 EMBED_SOURCE
 
 struct Sgd : RuleDefaults {
-    static constexpr bool DECOUPLED = false;
+    static constexpr bool DECOUPLED = false, GROWS = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         g = exact_fma(hyper.decay, *p, g);

@@ -19,16 +19,19 @@ from . import library
 from .part import MOMENTS, NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
 SHARED = ("overrides seed decay_mode lr_max beta3 alpha ramp momentum clip_update limit_growth stacked ns_steps "
-          "ns_coefficients rank rank_gap rank_scale").split()  # settings of all groups
+          "ns_coefficients rank rank_gap rank_scale adafactor_lr").split()  # settings of all groups
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
-NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
-         "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
-         "rank_gap rank_scale": "galore fira apollo apollo-mini",
-         "clip_update": "adafactor came", "adafactor_lr": "adafactor"}  # arguments need one of these rules, as in data/options_synonyms.h
+NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came came8bit",
+         "momentum nesterov": "muon normuon rmnp normuon-lite", "ns_steps ns_coefficients": "muon normuon",
+         "rank": "galore fira apollo apollo-factored",
+         "rank_gap rank_scale rank_reset": "galore fira apollo apollo-mini apollo-factored",
+         "adafactor_lr": "adafactor adafactor8bit came8bit",
+         "clip_update": "adafactor came adafactor8bit came8bit"}  # rules of arguments, as in data/options_synonyms.h
 REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
 # Names of other models' embeddings, heads, norms and biases, which these rules leave to adamw too.
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
-LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "rmnp", "normuon-lite")
+LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "apollo-factored", "rmnp",
+              "normuon-lite")
 FP16_WEIGHTS = {"bf16": "fp16", "bf16:sr": "fp16:sr", "bf16+fp32": "fp16+fp32", "bf16+8": "fp16+fp32",
                 "bf16+16": "fp16+fp32"}  # what fp16 parameters take for bf16's
 NO_EPS = ("lion", "sgd", "muon", "rmnp")
@@ -96,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
     stacked: equal matrices in one tensor, "c_attn.weight:3"; transposed: names of matrices with inputs as rows
     ns_steps, ns_coefficients: muon's Newton-Schulz steps, "jordan" or "polar-express"
     rank, rank_gap, rank_scale: galore, fira, apollo: rank, steps between directions, factor of the update
+    rank_reset: their moments begin anew with new directions
     min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple"""
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factor of a parameter's lr
@@ -111,17 +115,17 @@ class Optimizer(torch.optim.Optimizer):
                  adafactor_lr: Optional[str] = None, limit_growth: Optional[float] = None, capturable: bool = False,
                  stacked: Optional[str] = None, ns_steps: Optional[int] = None, ns_coefficients: Optional[str] = None,
                  rank: Optional[int] = None, rank_gap: Optional[int] = None, rank_scale: Optional[float] = None,
+                 rank_reset: Optional[bool] = None,
                  min_quantized: Union[int, Tuple[int, int]] = 0, transposed: Optional[str] = None,
                  names: Union[torch.nn.Module, Iterable, None] = None) -> None:
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
         if adafactor_lr not in (None, "plain", "relative", "scaled", "paper"):
             raise ValueError(f"adafactor_lr: {adafactor_lr!r} was found; give plain, relative, scaled or paper")
-        self._relative = adafactor_lr in ("relative", "paper")
         given = locals()
         self._shared = {name: given[name] for name in SHARED}
         self._shared.update(nesterov=None if nesterov is None else "on" if nesterov else "off",
-                            adafactor_lr="scaled" if adafactor_lr in ("scaled", "paper") else None,
+                            rank_reset=None if rank_reset is None else "on" if rank_reset else "off",
                             capturable=1 if capturable else None)
         # Tensors that are smaller, as a whole, or no multiple of a second number, keep m and v in fp32.
         self._min_quantized = min_quantized if isinstance(min_quantized, tuple) else (min_quantized, 1)
@@ -550,7 +554,7 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_bf16_weights": self._bf16_weights, "_transposed": self._transposed,
-                "_named": self._named, "_relative": self._relative,
+                "_named": self._named, 
                 "_in_backward": self._apart is not None}
 
     def __setstate__(self, state):

@@ -156,7 +156,7 @@ class Part:
         self.locals = [_local(p) for p in params]
         self.device, self.gpu = first.device, first.device.type == "cuda"
         self.turned, self.no_eps = [owner._is_turned(p) for p in params], 1e-8 if ignores_eps else 0.0
-        self.relative, self.lr_factor = owner._relative, owner._lr_factor
+        self.lr_factor = owner._lr_factor
         self.kinds = [p.shape if owner._factors_lr else None for p in params]  # parameters that share lr's factor
         # The library works on a copy of a parameter that does not lie row by row.
         self.copies = {t: self._lying(t).contiguous() for t in range(len(params)) if not self._lying(t).is_contiguous()}
@@ -450,8 +450,6 @@ class Part:
             if lr.dtype is not torch.float32:
                 raise TypeError(f"lr is a tensor of {lr.dtype}, and a CUDA graph reads float32; make it one")
             lr, lr_at = 0.0, lr.data_ptr()
-        if self.relative:
-            lr = min(lr, age ** -0.5)
         if self.kinds[tensor] is not None:
             factor = self.lr_factor(self.params[tensor], age)
             lr, decay = lr * factor, decay / factor
