@@ -1333,7 +1333,7 @@ static const char* resume_optim(Options* o, Resume* merge) {
     r.overrides_typed = option_given(o, "override");
     r.options = merge->saved, r.formats = json_get(merge->state, "formats");
     r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
-    optim_resume(&r);
+    optim_resume(&r, DEFAULT_DECAY);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
     if (r.other_rule && !option_given(o, "beta3")) o->beta3 = AUTO;

@@ -288,8 +288,8 @@ struct OptimResume {
     const char* asked;  // receives the overrides that the user asked for, for the next checkpoint; "": none were typed
     bool other_rule;    // receives true if the rule is not the checkpoint's
 };
-// Sets v, overrides and lr for a resumed run, and reports the changes.
-void optim_resume(OptimResume* resume);
+// Sets v, overrides and lr for a resumed run, and reports the changes. The caller may have added `added` to overrides.
+void optim_resume(OptimResume* resume, const char* added);
 
 // Returns the bytes that are allocated: those of optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);

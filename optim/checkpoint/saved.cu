@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../data/defaults.h"
 #include "../../data/json.h"
 #include "../../kernels/ranks/collect.cuh"
 #include "../made.h"
@@ -222,7 +221,7 @@ static void resume_rule(OptimResume* resume) {
 // Sets the overrides, once the other options are known: the typed ones; else those that the user had asked for ("none"
 // only with the same preset); else, if preset, rule and formats are the same, those that the run had; else "", the
 // preset's.
-static void resume_overrides(OptimResume* resume) {
+static void resume_overrides(OptimResume* resume, const char* added) {
     const char* had = json_string(resume->formats, "override", "none");
     const char *typed = resume->config.overrides, *preset = resume->config.preset;
     const bool other = strcmp(json_string(resume->options, "preset", ""), preset) != 0;
@@ -238,16 +237,15 @@ static void resume_overrides(OptimResume* resume) {
     if (!resume->overrides_typed)
         resume->config.overrides = *resume->asked ? resume->asked : same ? text_copy(had) : "";
     if (!tried(resume, resume->config.overrides, &config)) return;
-    // The trainer may have added a decay (data/defaults.h).
     const size_t length = strlen(config.overrides);
-    if (strncmp(config.overrides, had, length) != 0 || (had[length] && strcmp(had + length, DEFAULT_DECAY) != 0)) {
+    if (strncmp(config.overrides, had, length) != 0 || (had[length] && strcmp(had + length, added) != 0)) {
         changed(resume, " --override %s (was %s)", config.overrides, had);
     } else if (!resume->overrides_typed && *resume->asked && other && has_own) {
         changed(resume, " --override %s (the run's, not %s's)", had, preset);
     }
 }
 
-void optim_resume(OptimResume* resume) {
+void optim_resume(OptimResume* resume, const char* added) {
     resume_rule(resume);
-    resume_overrides(resume);
+    resume_overrides(resume, added);
 }
