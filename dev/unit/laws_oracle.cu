@@ -151,7 +151,8 @@ static double check_case(Test* test, const Case& c, const char* grads, bool gpu)
     for (int t = 0; t < count; t++) {
         const Plan* plan = run.optim->plan;
         const RuleRow* rule = plan->launch[plan->launch_of[t]].rows.rule;
-        if (gpu && !rule->matrix) continue;
+        const int64_t rows = model[t].rows / model[t].parts, side = rows < model[t].cols ? rows : model[t].cols;
+        if (gpu && (!rule->matrix || side < 16)) continue;  // of few numbers, roundings say too little about others
         optim_get_weights(run.optim, t, got);
         for (int part = 0; part < (rule->matrix ? model[t].parts : 1); part++) {
             const Whole<double> want = oracle_of<double>(c, &run, t, part, gpu && is(grads, "bf16"));

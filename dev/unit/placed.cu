@@ -177,17 +177,16 @@ TEST_BOTH(placed_same_as_arenas) {
     for (int i = 0; i < PRESET_COUNT + COMBINATIONS; i++) {
         const Combination preset = {PRESETS[i < PRESET_COUNT ? i : 0].name, "", "", "", ""};
         const Combination* its = i < PRESET_COUNT ? &preset : &combinations[i - PRESET_COUNT];
-        if (its->by_rms) continue;  // the library has no such option
-        // The library refuses the limiter for rules that add the decay to the gradient.
-        if (its->growth > 0.0f && (is(its->rule, "sgd") || is(its->rule, "adam"))) continue;
+        // The library has no by_rms, and refuses the limiter for rules that add the decay to the gradient.
+        if (its->by_rms || (its->growth > 0.0f && (is(its->rule, "sgd") || is(its->rule, "adam")))) continue;
         const bool fp32 = i % 3 == 2 && !strstr(its->overrides, "weights=");
         compare_case(test, its, fp32 ? OPTIM_FP32 : OPTIM_BF16, i % 2 ? "fp32" : "bf16", i % 4 == 3 ? 1 : 0, gpu);
     }
 }
 
-// If all sides are multiples of 8, galore's products are in bf16 where the gradients are.
+// If all sides and ranks are multiples of 8, galore's products are in bf16 where the gradients are.
 TEST_BOTH(placed_galore) {
-    constexpr const char* REST = "h.1|h.2: rule=adamw";
+    constexpr const char* REST = "h.0.mlp|h.1|h.2: rule=adamw";
     const std::tuple<Combination, OptimType, const char*, int> rows[] = {
         {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "bf16", 0},
         {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
