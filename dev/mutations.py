@@ -69,7 +69,7 @@ ROWS = [
     ("optim/rows/rows.cuh", "is_finite(norm) && last > MIN_ROOT && norm > most", "is_finite(norm) && norm > most",
      "limit_growth", ["unit/rows"]),
     ("optim/matrix/low_rank.cu", "POWER_ITERATIONS = 2", "POWER_ITERATIONS = 1", "laws_oracle", ["optim/matrix/low_rank"]),
-    ("optim/matrix/low_rank.cu", "(low_step->step - 1) % config->rank_gap == 0", "low_step->step % config->rank_gap == 0",
+    ("optim/matrix/low_rank.cu", "(low_step->step - 1) % low_gap(config) == 0", "low_step->step % low_gap(config) == 0",
      "laws_oracle", ["optim/matrix/low_rank"]),
     ("optim/matrix/matrix.cu", "sqrtf((float)(m->rows > m->cols ? m->rows : m->cols))",
      "sqrtf((float)(m->rows > m->cols ? m->cols : m->rows))", "laws_oracle", ["optim/matrix/matrix"]),
