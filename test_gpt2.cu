@@ -617,13 +617,15 @@ TEST(learning_rate_rises) {
 TEST(warmup_auto) {
     const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 15},     {79, 59},    {80, 60}, {200, 60},
                                 {1200, 60}, {1220, 61}, {2000, 100}, {14000, 700}, {20000, 700}};  // steps, warm-up
-    char error[DATA_ERROR_BYTES];
     for (const auto& c : cases) {
-        Schedule s = {"cosine", 1, 0.1, 0.2, c[0], OPTION_AUTO, 0, 0};
-        expect(schedule_choose(&s, false, error) && s.warmup == c[1], "%lld steps: warm-up %lld", (long long)c[0],
-               (long long)s.warmup);
+        Options options = {};
+        options.rule = "adamw", options.overrides = options.v = "", options.channels = 768;
+        options.steps = c[0], options.tokens_per_step = 65536, options.warmup = OPTION_AUTO;
+        defaults_choose(&options, 1, false);
+        expect(options.warmup == c[1], "%lld steps: warm-up %lld", (long long)c[0], (long long)options.warmup);
     }
-    Schedule wsd = {"wsd", 1, 0, 0.8, 100, OPTION_AUTO, 0, 0};
+    char error[DATA_ERROR_BYTES];
+    Schedule wsd = {"wsd", 1, 0, 0.8, 100, 60, 0, 0};
     expect(schedule_choose(&wsd, false, error) && wsd.warmup == 20, "wsd's decay begins after the warm-up, %lld steps",
            (long long)wsd.warmup);
 }

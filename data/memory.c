@@ -50,6 +50,10 @@ void* memory_take(size_t bytes) {
     return there(malloc(bytes ? bytes : 1), bytes);
 }
 
+void* memory_try(size_t bytes) {
+    return malloc(bytes ? bytes : 1);
+}
+
 void* memory_zero(size_t count, size_t bytes) {
     return there(calloc(count ? count : 1, bytes ? bytes : 1), count * bytes);
 }

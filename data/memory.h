@@ -1,6 +1,6 @@
-// Host memory: all blocks, texts and in-memory streams of the program come from here. None of these functions returns
-// NULL: if there is no more memory, or a limit such as `ulimit -v` is reached, the process ends with exit code 2 and
-// one sentence, which names the last good checkpoint. The caller frees what is returned with free().
+// Host memory: all blocks, texts and in-memory streams of the program come from here. None of these functions but
+// memory_try returns NULL: if there is no more memory, or a limit such as `ulimit -v` is reached, the process ends with
+// exit code 2 and one sentence, which names the last good checkpoint. The caller frees what is returned with free().
 #pragma once
 #include <stddef.h>
 #include <stdio.h>
@@ -9,6 +9,7 @@ C_LINKAGE_BEGIN
 
 void* memory_take(size_t bytes);  // not initialised
 void* memory_zero(size_t count, size_t bytes);
+void* memory_try(size_t bytes);  // for threads that report the lack to another: NULL if there is no more memory
 void* memory_grow(void* pointer, size_t bytes);
 void* memory_aligned(size_t alignment, size_t bytes);
 // SCOPED char* text = text_copy(...); is freed where its scope ends, however the function returns.

@@ -129,10 +129,9 @@ static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",     
 constexpr int NVRTC_NO_MEMORY = 1;  // a status
 constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
-// Allocates an image; returns false if there is no memory. It does not call memory.h, which could not report a lack of
-// memory from the threads that call this.
+// Allocates an image; returns false if there is no memory.
 static bool image_take(int64_t symbol_bytes, int64_t image_bytes, JitImage* image) {
-    char* symbol = (char*)malloc((size_t)(symbol_bytes + image_bytes));
+    char* symbol = (char*)memory_try((size_t)(symbol_bytes + image_bytes));
     if (symbol) *image = {symbol, symbol + symbol_bytes, image_bytes, false};
     return symbol != nullptr;
 }
@@ -170,7 +169,8 @@ static bool request_compile(const Nvrtc* nvrtc, const char* source, const char* 
         status = (ptx ? nvrtc->ptx : nvrtc->cubin)(program, request->image.image);
     }
     const bool logged = status != 0 && program && nvrtc->log_size(program, &bytes) == 0 && bytes > 1;
-    if (logged) request->log = (char*)calloc(bytes + 1, 1);
+    if (logged) request->log = (char*)memory_try(bytes + 1);
+    if (request->log) request->log[bytes] = 0;
     if (request->log && nvrtc->log(program, request->log) != 0) request->log[0] = 0;
     if (program) nvrtc->destroy(&program);
     request->status = status;

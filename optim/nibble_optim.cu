@@ -268,7 +268,7 @@ static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
     char* codes = (char*)memory_zero((size_t)room, (size_t)bytes);
     copy_to_host(&optim->dev, codes, weights, placed->count * bytes);
     for (int64_t i = 0; i < placed->count; i += TILE_ELEMENTS) {
-        const int64_t n = placed->count - i < TILE_ELEMENTS ? placed->count - i : TILE_ELEMENTS;
+        const int64_t left = ceil_div(placed->count - i, 8) * 8, n = left < TILE_ELEMENTS ? left : TILE_ELEMENTS;
         Streams from = {};
         from.codes = codes + i * bytes;
         row->view(from, 0, values + placed->head + i, (int)n);
@@ -482,8 +482,7 @@ NIBBLE_API const char* nibble_optim_list(const char* what) {
     static char* text;
     static size_t bytes;
     free(text), text = nullptr;
-    FILE* file = open_memstream(&text, &bytes);
-    if (!file) return "";
+    FILE* file = text_stream(&text, &bytes);
     if (strcmp(what, "presets") == 0) optim_list_presets(file);
     if (strcmp(what, "formats") == 0) optim_list_formats(file);
     fclose(file);

@@ -193,7 +193,7 @@ constexpr PresetRow PRESETS[] = {
      "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
     {"muon8", "muon", "bf16:sr", "soft8/32", "none", "8-bit momentum; the rest as adamw8c",
      "wte|wpe|ln*|*.bias: rule=adamw m=soft8/32 v=sqrt8/32"},
-    {"muon8w8", "muon", "lin8:sr", "soft8/32", "none", "8-bit weights, too: about 2.5 bytes held with --release on",
+    {"muon8w8", "muon", "lin8:sr", "soft8/32", "none", "8-bit weights; 2.5 bytes with --release on",
      "wte|wpe|ln*|*.bias: rule=adamw weights=bf16:sr m=soft8/32 v=sqrt8/32"},
     {"muon4", "muon", "bf16:sr", "de4/32@dq8", "none", "2.53 bytes a parameter; the rest as adamw4l",
      "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},

@@ -346,7 +346,7 @@ inline void make_overflowing_model(const char* work, const char* from) {
     const char* config = contents(from, "config.json", &bytes);
     write_bytes(folder, "config.json", config, (size_t)bytes);
     char* weights = contents(from, "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, "\x7f\x7f", 2);
+    memset(weights + bytes - 64, 0x7f, 64);
     write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
 }
 
