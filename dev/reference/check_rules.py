@@ -25,6 +25,7 @@ formulas differ on purpose the script undoes the difference:
   of them.
 
 The last line is `N passed, N failed`."""
+import importlib.metadata
 import pathlib
 import sys
 
@@ -74,10 +75,19 @@ def came(params):
         "rule": "came", "weight_decay": 0.0, "clip_update": 0.05, "beta3": 0.99, "lr": LR / 10}
 
 
+def take_package():
+    """Returns adafactor8bit's module, of the version whose steps these are; the steps of 0.4 are others."""
+    import adafactor8bit.optimizer
+    found = importlib.metadata.version("adafactor8bit")
+    if found != "0.2.4":
+        raise ImportError(f"adafactor8bit {found} is installed; type pip install adafactor8bit==0.2.4")
+    return adafactor8bit.optimizer
+
+
 def package(settings, own):
     """Returns what makes adafactor8bit's optimizer. Learning rates are plain unless `settings` says otherwise."""
     def make(params):
-        from adafactor8bit import Adafactor8Bit
+        Adafactor8Bit = take_package().Adafactor8Bit
         plain = {"relative_step": False, "scale_parameter": False, "scale_weight_decay": False}
         return Adafactor8Bit(params, **{"lr": LR, "use_cuda_kernel": False, **plain, **settings}), {
             "preset": "adafactor8bit", "weight_decay": settings.get("weight_decay", 0.0), "eps": EPS32, **own}
@@ -99,7 +109,7 @@ class Kept(dict):
 def apollo(settings, own):
     """The same for APOLLO, whose projection becomes ours."""
     def make(params):
-        import adafactor8bit.optimizer as theirs
+        theirs = take_package()
         seeds = []
 
         def projection(shape, seed, device, dtype):

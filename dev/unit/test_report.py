@@ -254,7 +254,7 @@ def test_errors_of_two_baselines(case):
 
     pairs = [(f"{base}{i}", base) for base in "ab" for i in range(10)]
     names = {name: [run(name, seed, base) for seed in (1, 2)] for name, base in [("a", "a"), ("b", "a"), *pairs]}
-    ended = {"status": "done", "options_key": "", "resolved": {}, "device": ""}
+    ended = {"status": "done", "options_key": "", "resolved": {}, "device": "", "val": []}
     spread = {"a": 0.01, "b": 0.04}  # of a pair: the losses of seed 2 are off by it times √2
     loss = {(name, 1): 4.0 for name in names} | {(name, 2): 4.0 + spread[base] * math.sqrt(2) for name, base in pairs}
     records = {key: {**ended, "final_loss": 4.0} for key in ((name, 2) for name in "ab")}
