@@ -242,6 +242,7 @@ SANITIZE_CPU ?= $(addprefix -k ,data_ corpus_content corpus_text corpus_short co
     corpus_banner folders_ evaluation_ option_ convert_ cli_bad cli_sample cli_nonfinite rules_ rows_ override_ placed_ learning)
 sanitize-cpu:
 	$(MAKE) $(SANITIZED) build/fuzz/train build/fuzz/test_gpt2
+	mkdir -p build/fuzz/dev && ln -sfn ../../../dev/unit build/fuzz/dev/unit  # the tests' files lie beside the program
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/fuzz/test_gpt2 -j $$(nproc) $(SANITIZE_CPU)
 
 # What a machine does to a run: kills, failing calls, memory limits, signals, links, special files.

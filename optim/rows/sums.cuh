@@ -112,8 +112,8 @@ OPTIM_INLINE void sum_values(Sum sum, const Rule& rule, const Weights& weights, 
     OPTIM_UNROLL
     for (int r = 0; r < N; r++) {
         const bool second = rule.pairs && sum == SUM_STEP;
-        const float* numbers = pass.step.rows.numbers + tensor.ready + row + r * SUM_WARPS;
         const bool reads = by_rows && sum_info(sum).reads_v, columned = is_by_columns(numbers_span(rule.rows));
+        const float* numbers = reads ? pass.step.rows.numbers + tensor.ready + row + r * SUM_WARPS : nullptr;
         const float first = reads ? numbers[0] : 0.0f;
         const float other = reads && second ? numbers[ready_pair(tensor.rows, tensor.cols)] : 0.0f;
         OPTIM_UNROLL
