@@ -357,24 +357,23 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
 
 // Applies the tensor's number `whole` to the number that the step reads for row i.
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
-    const int64_t at = t.number + i;
-    float* ready = a.ready + t.ready + i;
+    const int64_t at = t.number + i, ready = t.ready + i;
     if (a.sum == SUM_RESIDUAL) {
         if (is_package(a.rule) && t.rows == 1) return;
-        ready += is_package(a.rule) ? 0 : ready_pair(t.rows, t.cols);
-        *ready = exact_div(whole, moment_root(divisor(a, at, at + t.rows + t.cols)));
+        const int64_t pair = is_package(a.rule) ? 0 : ready_pair(t.rows, t.cols);
+        a.ready[ready + pair] = exact_div(whole, moment_root(divisor(a, at, at + t.rows + t.cols)));
     } else if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
-        *ready = exact_div(whole, moment_root(divisor(a, at, at)));
+        a.ready[ready] = exact_div(whole, moment_root(divisor(a, at, at)));
     } else if (a.sum == SUM_UPDATE || a.sum == SUM_MOMENTUM) {
-        *ready = exact_mul(*ready, whole);
+        a.ready[ready] = exact_mul(a.ready[ready], whole);
     }
 }
 
 // Applies the tensor's number `whole` to the factor of the update in tile k of the tensor.
 OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
-    float* factor = a.factor + t.kept + k;
-    if (a.sum == SUM_WEIGHTS) *factor = whole;
-    if (a.sum == SUM_STEP) *factor = a.by_rms ? exact_mul(*factor, whole) : whole;
+    const int64_t place = t.kept + k;
+    if (a.sum == SUM_WEIGHTS) a.factor[place] = whole;
+    if (a.sum == SUM_STEP) a.factor[place] = a.by_rms ? exact_mul(a.factor[place], whole) : whole;
 }
 
 // Keeps the norm of a tensor's update, after the limit, for --limit-growth.
