@@ -164,7 +164,7 @@ static void config_tensors(Model* model) {
     a->elements = optim_layout(a->tensors, a->count);
 }
 
-// What the passes of a micro-batch work with. Weights are valid once arena_need says so.
+// The tensors that a micro-batch's passes use. Weights are valid once arena_need has been called for their layer.
 
 template <typename X, typename G>
 struct Norm {
@@ -416,8 +416,8 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
 
 // Backward.
 
-// From dbranch, the gradient of the normalised rows of inp, to dresidual, that of inp, which is added to it. dresidual
-// is then the gradient of the output of the linear layer `below`, whose bias gradient it gives as column sums.
+// Adds the gradient of inp to dresidual, from dbranch, the gradient of inp's normalised rows. dresidual is then the
+// gradient of the output of the linear layer `below`, whose bias gradient comes from it as column sums.
 template <typename X, typename G>
 static void norm_backward(const Device* dev, const Activations<X, G>* a, const Norm<X, G>* norm, const X* inp,
                           const Linear<X, G>* below, int64_t N, int C, bool adds) {
@@ -1192,7 +1192,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
 // GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise or they are
 // released.
 
-// What a run gives up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
+// A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
 static const char* const FIT_RECOMPUTE[] = {"none", "gelu", "block", "none", "block"};
 constexpr int FIT_WAYS = 5, FIT_RELEASES = 3, FIT_BATCH = 8;  // a way is enough for a micro-batch of so many sequences
 

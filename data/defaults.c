@@ -26,7 +26,7 @@ static double suited(double tokens) {
 }
 
 long long default_tokens_per_step(const Options* o, int64_t epoch) {
-    // Where N is known, B = 65536 sqrt(N B / 180M) gives B.
+    // With N known, the equation B = 65536 sqrt(N B / 180M) gives B.
     const double one = suited((double)o->steps), batch = o->steps > 0 ? one * one : suited((double)epoch);
     const double sequences = between(32768, batch, 524288) / (double)o->seq;
     return o->seq * (long long)exp2(round(log2(sequences > 1 ? sequences : 1)));

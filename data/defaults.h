@@ -1,4 +1,4 @@
-// What the program chooses where an option is `auto`. All of it follows from the rule and from
+// The program chooses these values for options that are `auto`. They follow from the rule and from
 //     D  tokens of training    N  steps    B  tokens of a step    C  channels
 //     B*  the batch that suits a run's length: 65536 sqrt(D / 180M), so 65k tokens for some hundred million, 0.5M for
 //     10B

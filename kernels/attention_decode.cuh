@@ -75,7 +75,7 @@ __global__ void attention_append_kernel(X* cache, const X* qkv, AttentionCache a
     }
 }
 
-// What some threads have seen: the largest score, and the sum of e^(score - largest).
+// The largest of the scores that some threads have computed, and the sum of e^(score - largest).
 struct AttentionSeen {
     float largest, sum;
 };

@@ -103,7 +103,7 @@ const FormatRow* slot_format(const LaunchPlan* launch, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// What the optimizer keeps of a tensor in a slot.
+// The array of a tensor that a slot keeps.
 struct ArrayRef {
     const char* rule;          // the tensor's
     const FormatRow* format;   // null: the rule keeps no such moment

@@ -17,7 +17,7 @@
 
 #include "cli.h"
 
-// What was typed in the folder `work`, and what came of it.
+// A command line that was typed in the folder `work`, and its output.
 struct Typed {
     const char *work, *with, *line, *said;
     bool gpu;

@@ -77,7 +77,7 @@ static const char* names_of(const OptimConfig& config) {
     return formatted("%s %s %s %s", config.weights, config.m, config.v, config.overrides);
 }
 
-// What the matmuls read is what is stored, rounded once to their type.
+// The matmuls read the stored weights, rounded once to their type.
 static void expect_copies(Test* test, const OptimRun* run, const char* what) {
     Room room(&run->dev);
     float* stored = room.host<float>(run->elements);
@@ -125,7 +125,7 @@ LAW(resume) {
     expect((difference(&whole, &other) != nullptr) == draws, "%s: another seed", what);
 }
 
-// On a GPU, that and many steps, of which one has gradients that are not finite.
+// A GPU keeps that law, and has the CPU's bits after many steps, of which one has gradients that are not finite.
 static void law_gpu(Test* test, const OptimConfig& config, int k, bool) {
     Steps wildly;
     wildly.wild = true;

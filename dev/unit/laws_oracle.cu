@@ -116,8 +116,8 @@ static double distance(const std::vector<double>& a, const float* b) {
     return sqrt(sum);
 }
 
-// On a GPU: a polar factor's error is at most four times that of its roundings to fp16; a product of fp32 in parts of
-// TF32, or the sums of one of bf16, cost 2^-10 of what the weights move by.
+// Returns the error over its bound on a GPU. A polar factor's error is at most four times that of its roundings to
+// fp16; a product of fp32 in parts of TF32, or the sums of one of bf16, cost 2^-10 of what the weights move by.
 static double share_on_gpu(const Case& c, const OptimRun* run, const Whole<double>& want, int t, int part,
                            const float* got) {
     if (!is_low_rank(find_row(rule_table(), want.config->rule))) {

@@ -4,7 +4,7 @@
 #include "../../optim/kernel.cuh"
 #include "steps.h"
 
-// What `auto` gives GPT-2 124M (data/defaults.h).
+// `auto` gives GPT-2 124M these values (data/defaults.h).
 TEST(rules_defaults) {
     const std::tuple<const char*, const char*, double, long long, double, long long, double, double> rows[] = {
         {"adamw", "fp32", 1.0, 2746, 0.0018, 137, 0.1, 0.995},

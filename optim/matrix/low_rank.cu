@@ -12,7 +12,7 @@ constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise besides those of noise
 constexpr int POWER_ITERATIONS = 2, BASIS_PADDED = 256;
 constexpr float NORM_EPS = 1e-8f;
 
-// What the rules differ in; low_rank.h has the formulas.
+// The rules differ in these; low_rank.h has the formulas.
 struct LowRule {
     bool stores;    // Q has directions of the gradient, which are stored; otherwise it is drawn in each step
     bool limits;    // the gradient is scaled, and the norm of this term limited

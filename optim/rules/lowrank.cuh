@@ -19,7 +19,7 @@ struct LowRank : AdamW {
     }
 };
 
-// Its v has numbers of rows and columns, which matrix/low_rank.cu keeps; it divides by their root.
+// matrix/low_rank.cu keeps v as numbers of rows and columns, and the rule divides by their root.
 struct ApolloFactored : RuleDefaults {
     static constexpr MatrixRule MATRIX = MATRIX_APOLLO_FACTORED;
 
