@@ -81,24 +81,16 @@ static bool find_validation(glob_t* validation, const glob_t* train, const char*
     return true;
 }
 
-// Says why a folder's training files `list` and validation files are not those of a prepared folder, if so.
-static bool folder_fits(const char* path, size_t train, size_t validation, DatasetPart part, char* error) {
-    if (train > 0 || (validation > 0 && part != DATASET_TRAIN)) return true;
-    if (validation > 0) {
-        return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
-                          path);
-    }
-    if (file_exists(path_in(path, "train.bin"))) {
-        return data_error(
-            error,
-            "the folder %s is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt "
-            "%s --out DIR, and --data DIR here",
-            path, shell_word(path));
-    }
-    return data_error(error,
-                      "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
-                      "its files, such as \"%s/*.bin\"",
-                      path, path);
+// Returns what is wrong with a folder that has so many training and validation shards; NULL if it is a prepared one.
+static const char* folder_fault(const char* path, size_t train, size_t validation, DatasetPart part) {
+    if (train > 0 || (validation > 0 && part != DATASET_TRAIN)) return NULL;
+    if (validation > 0) return "holds validation shards (val_*.bin) and no train_*.bin to train on";
+    if (!file_exists(path_in(path, "train.bin")))
+        return "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files";
+    return text_kept(
+        "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt %s --out DIR, and "
+        "--data DIR here",
+        shell_word(path));
 }
 
 // Finds the files that the user named, those of `part`. Sets `split` if the validation part is the end of each.
@@ -116,7 +108,8 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
     if (!add_matches(list, folder ? text_kept("%s/train_*.bin", name) : name, error)) return false;
     if (folder) {
         if (!add_matches(part == DATASET_WHOLE ? list : &validation, of_folder, error)) return false;
-        if (!folder_fits(path, list->gl_pathc, validation.gl_pathc, part, error)) return false;
+        const char* wrong = folder_fault(path, list->gl_pathc, validation.gl_pathc, part);
+        if (wrong) return data_error(error, "the folder %s %s", path, wrong);
     } else if (list->gl_pathc == 0) {
         return data_error(error, "no file matches %s; name files that are there", path);
     } else if (!there && part != DATASET_WHOLE && !find_validation(&validation, list, path, error)) {
@@ -129,60 +122,42 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
     return true;
 }
 
-// Takes a file without a shard's header as bytes, or refuses it.
-static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
-    const char* path = file->path;
-    file->width = 1;
-    file->tokens = file->bytes;
-    if (format == DATA_BYTES) return true;
-    if (magic / 10000 == SHARD_MAGIC / 10000) {
-        return data_error(
-            error,
-            "%s is a file of llm.c, but no shard of 16-bit tokens (its first number is %d); name those or a text", path,
-            magic);
-    }
-    if (format == DATA_AUTO && !content_is_text(file->descriptor, file->bytes, path, error)) return false;
-    return (format == DATA_AUTO && !text_ends(path, ".bin")) ||
-           data_error(error,
-                      "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
-                      "type --data-format %s to train on it as a text",
-                      path, magic, SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
-}
-
-// Checks the header of a shard against the file.
-static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
-    int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
-    if (format == DATA_BYTES) {
-        return data_error(error, "%s is a shard of tokens, not bytes; leave --data-format out", file->path);
-    }
-    if (size >= 8 && header[1] != SHARD_VERSION) {
-        return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,
-                          header[1], SHARD_VERSION);
-    }
-    if (size < SHARD_HEADER || size != expected) {
-        return data_error(
-            error,
-            "%s is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
-            file->path, size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
-            (long long)size);
-    }
-    file->begin = SHARD_HEADER;
-    file->tokens = count;
-    file->width = 2;
-    return true;
-}
-
 // Opens a file and finds its tokens.
 static bool shard_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
     int32_t header[3] = {0, 0, 0};
-    file->descriptor = -1;
+    const char* wrong = NULL;
     file->path = text_copy(path);
     file->descriptor = file_open(path, &file->bytes, error);
     if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
-    if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
-    if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
-    if (header[0] == SHARD_MAGIC) return file_shard(file, format, header, error);
-    return file_headerless(file, format, header[0], error);
+    const int64_t size = file->bytes;
+    if (!file_read_at(file->descriptor, path, header, 0, size < 12 ? size : 12, error)) return false;
+    const bool shard = header[0] == SHARD_MAGIC;
+    const int64_t count = shard ? (int64_t)(uint32_t)header[2] : size, expected = SHARD_HEADER + 2 * count;
+    if (size == 0) {
+        wrong = "is empty; name a file with text or tokens in it";
+    } else if (shard && format == DATA_BYTES) {
+        wrong = "is a shard of tokens, not bytes; leave --data-format out";
+    } else if (shard && size >= 8 && header[1] != SHARD_VERSION) {
+        wrong = text_kept("is a shard of version %d and version %d can be read; prepare it again", header[1],
+                          SHARD_VERSION);
+    } else if (shard && (size < SHARD_HEADER || size != expected)) {
+        wrong = text_kept(
+            "is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
+            size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected, (long long)size);
+    } else if (!shard && format != DATA_BYTES && header[0] / 10000 == SHARD_MAGIC / 10000) {
+        wrong = text_kept(
+            "is a file of llm.c, but no shard of 16-bit tokens (its first number is %d); name those or a text",
+            header[0]);
+    } else if (!shard && format == DATA_AUTO && !content_is_text(file->descriptor, size, path, error)) {
+        return false;
+    } else if (!shard && (format == DATA_SHARDS || (format == DATA_AUTO && text_ends(path, ".bin")))) {
+        wrong = text_kept(
+            "is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or type "
+            "--data-format %s to train on it as a text",
+            header[0], SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
+    }
+    file->tokens = count, file->begin = shard ? SHARD_HEADER : 0, file->width = shard ? 2 : 1;
+    return !wrong || data_error(error, "%s %s", path, wrong);
 }
 
 static void file_close(DatasetFile* file) {

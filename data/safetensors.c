@@ -119,45 +119,38 @@ static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t cou
     return !writer->failed;
 }
 
-// Makes the header's JSON, without padding, in `text`, which the caller frees; *data gets the sum of the tensors'
-// bytes.
-static bool header_make(const char* path, const SafetensorsTensor* entries, int count, const char* metadata_format,
-                        char** text, size_t* length, int64_t* data, char* error) {
-    FILE* file = text_stream(text, length);
-    bool ok = true;
-    int64_t offset = 0;
+// Writes the header's JSON, without padding. Returns the sum of the tensors' bytes; -1 with a sentence.
+static int64_t header_write(FILE* file, const char* path, const SafetensorsTensor* tensors, int count,
+                            const char* metadata_format, char* error) {
+    int64_t offset = 0, begin = 0;
     fputc('{', file);
-    if (metadata_format) {
-        fputs("\"__metadata__\":{\"format\":", file);
-        json_write_string(file, metadata_format);
-        fputs(count > 0 ? "}," : "}", file);
-    }
-    for (int i = 0; i < count && ok; i++) {
-        const SafetensorsTensor* entry = &entries[i];
-        int64_t bytes = tensor_bytes(entry->dtype, entry->shape, entry->dims), end = 0;
-        if (bytes < 0 || __builtin_add_overflow(offset, bytes, &end)) {
-            ok = data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
-                            entry->name, entry->dtype);
-            break;
+    if (metadata_format) fprintf(file, "\"__metadata__\":{\"format\":\"%s\"}", metadata_format);
+    for (int i = 0; i < count; i++, begin = offset) {
+        const SafetensorsTensor* tensor = &tensors[i];
+        const int64_t bytes = tensor_bytes(tensor->dtype, tensor->shape, tensor->dims);
+        if (bytes < 0 || __builtin_add_overflow(begin, bytes, &offset)) {
+            data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
+                       tensor->name, tensor->dtype);
+            return -1;
         }
-        json_write_string(file, entry->name);
-        fprintf(file, ":{\"dtype\":\"%s\",\"shape\":[", entry->dtype);
-        for (int d = 0; d < entry->dims; d++) fprintf(file, "%s%lld", d ? "," : "", (long long)entry->shape[d]);
-        fprintf(file, "],\"data_offsets\":[%lld,%lld]}%s", (long long)offset, (long long)end, i + 1 < count ? "," : "");
-        offset = end;
+        if (i > 0 || metadata_format) fputc(',', file);
+        json_write_string(file, tensor->name);
+        fprintf(file, ":{\"dtype\":\"%s\",\"shape\":[", tensor->dtype);
+        for (int d = 0; d < tensor->dims; d++) fprintf(file, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+        fprintf(file, "],\"data_offsets\":[%lld,%lld]}", (long long)begin, (long long)offset);
     }
     fputc('}', file);
-    *data = offset;
-    fclose(file);
-    return ok;
+    return offset;
 }
 
 SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* tensors, int count,
                                      const char* metadata_format, char* error) {
     SCOPED char* text;
     size_t length;
-    int64_t data = 0;
-    if (!header_make(path, tensors, count, metadata_format, &text, &length, &data, error)) return NULL;
+    FILE* header = text_stream(&text, &length);
+    const int64_t data = header_write(header, path, tensors, count, metadata_format, error);
+    fclose(header);
+    if (data < 0) return NULL;
     const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     const int64_t bytes = 8 + (int64_t)padded + data;
     const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
@@ -218,34 +211,24 @@ static int header_numbers(const Json* array, int64_t* numbers, int max) {
     return count;
 }
 
-// Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`.
-static bool header_tensor(const char* path, const Json* json, int64_t data, int64_t data_bytes,
-                          SafetensorsTensor* tensor, char* error) {
+// Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`. Returns NULL,
+// or what is wrong with the tensor.
+static const char* header_tensor(const Json* json, int64_t data, int64_t data_bytes, SafetensorsTensor* tensor) {
     const Json *shape = json_get(json, "shape"), *offsets = json_get(json, "data_offsets");
     int64_t place[2];
     tensor->dtype = json_string(json, "dtype", NULL);
-    if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY) {
-        return data_error(error, "%s is corrupted: tensor %s lacks its dtype, shape or data_offsets", path, json->key);
-    }
-    if (safetensors_dtype_bytes(tensor->dtype) == 0) {
-        return data_error(error, "%s: tensor %s has the type %s, which is not known", path, json->key, tensor->dtype);
-    }
+    if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY)
+        return "lacks its dtype, shape or data_offsets";
+    if (!dtype_find(tensor->dtype)) return text_kept("has the type %s, which is not known", tensor->dtype);
     tensor->dims = header_numbers(shape, tensor->shape, 8);
-    if (tensor->dims > 8) return data_error(error, "%s: tensor %s has over 8 dimensions", path, json->key);
-    if (tensor->dims < 0)
-        return data_error(error, "%s is corrupted: tensor %s has an impossible shape", path, json->key);
-    if (header_numbers(offsets, place, 2) != 2 || place[0] > place[1]) {
-        return data_error(error, "%s is corrupted: tensor %s has impossible data_offsets", path, json->key);
-    }
-    if (place[1] > data_bytes) {
-        return data_error(error,
-                          "%s is truncated or corrupted: tensor %s ends at byte %lld of the data and the file has %lld",
-                          path, json->key, (long long)place[1], (long long)data_bytes);
-    }
+    if (tensor->dims > 8) return "has over 8 dimensions";
+    if (tensor->dims < 0) return "has an impossible shape";
+    if (header_numbers(offsets, place, 2) != 2 || place[0] > place[1]) return "has impossible data_offsets";
+    if (place[1] > data_bytes) return text_kept("ends behind the %lld bytes of the data", (long long)data_bytes);
     tensor->at = data + place[0], tensor->bytes = place[1] - place[0];
-    return tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes ||
-           data_error(error, "%s is corrupted: tensor %s has %lld bytes, which its shape and type %s do not give", path,
-                      json->key, (long long)tensor->bytes, tensor->dtype);
+    return tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes
+               ? NULL
+               : text_kept("has %lld bytes, which its shape and type do not give", (long long)tensor->bytes);
 }
 
 static int by_place(const void* a, const void* b) {
@@ -258,42 +241,44 @@ static int by_name(const void* a, const void* b) {
     return strcmp(((const SafetensorsTensor*)a)->name, ((const SafetensorsTensor*)b)->name);
 }
 
-// Checks that the tensors of a file tile its data from its first byte to its last.
-static bool check_tiling(const char* path, SafetensorsTensor* tensors, int count, int64_t data, int64_t data_bytes,
-                         char* error) {
+// Checks that the tensors of a file tile its data from its first byte to its last. Returns NULL, or what is wrong.
+static const char* check_tiling(SafetensorsTensor* tensors, int count, int64_t data, int64_t data_bytes) {
     qsort(tensors, (size_t)count, sizeof(*tensors), by_place);
     int64_t at = data;
     for (int i = 0; i < count; at += tensors[i++].bytes) {
-        if (tensors[i].at == at) continue;
-        return data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends", path,
-                          tensors[i].name);
+        if (tensors[i].at != at)
+            return text_kept("tensor %s does not begin where the one before it ends", tensors[i].name);
     }
-    return at == data + data_bytes ||
-           data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld", path,
-                      (long long)(at - data), (long long)data_bytes);
+    return at == data + data_bytes ? NULL
+                                   : text_kept("its tensors need %lld bytes of data and the file has %lld",
+                                               (long long)(at - data), (long long)data_bytes);
 }
 
-// Returns the length of a file's header; -1: it has none.
-static int64_t header_length(const SafetensorsFile* file, char* error) {
+// Opens a file and reads its header. Returns where its data begins; -1 with a sentence.
+static int64_t header_read(SafetensorsFile* file, char* error) {
     uint64_t length = 0;
+    const char *path = file->path, *wrong = NULL;
+    file->descriptor = file_open(path, &file->bytes, error);
+    if (file->descriptor < 0) return -1;
+    if (file->bytes >= 8 && !file_read_at(file->descriptor, path, &length, 0, 8, error)) return -1;
     if (file->bytes < 8) {
-        return data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
-                          (long long)file->bytes),
-               -1;
-    }
-    if (!file_read_at(file->descriptor, file->path, &length, 0, 8, error)) return -1;
-    if (memcmp(&length, "version ", 8) == 0) {
-        data_error(error, "%s is the pointer of Git LFS to a file that git lfs pull would fetch", file->path);
+        wrong = text_kept("truncated: it has %lld bytes and a safetensors file at least 8", (long long)file->bytes);
+    } else if (memcmp(&length, "version ", 8) == 0) {
+        wrong = "the pointer of Git LFS to a file that git lfs pull would fetch";
     } else if (length > MAX_HEADER) {
-        data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long", file->path,
-                   (unsigned long long)length);
+        wrong = text_kept("no safetensors file or is corrupted: its header would be %llu bytes long",
+                          (unsigned long long)length);
     } else if ((int64_t)length > file->bytes - 8) {
-        data_error(error, "%s is truncated: its header is %llu bytes long and the file has %lld", file->path,
-                   (unsigned long long)length, (long long)file->bytes);
+        wrong = text_kept("truncated: its header is %llu bytes long and the file has %lld", (unsigned long long)length,
+                          (long long)file->bytes);
     } else {
-        return (int64_t)length;
+        SCOPED char* text = memory_take(length + 1);
+        if (!file_read_at(file->descriptor, path, text, 8, (int64_t)length, error)) return -1;
+        file->header = json_parse(text, (int64_t)length, "its header", error);
+        if (!file->header) wrong = text_kept("corrupted: %s", error);
+        if (file->header && file->header->kind != JSON_OBJECT) wrong = "corrupted: its header is no object";
     }
-    return -1;
+    return wrong ? (data_error(error, "%s is %s", path, wrong), -1) : 8 + (int64_t)length;
 }
 
 bool safetensors_add(Safetensors* all, const char* path, char* error) {
@@ -301,14 +286,8 @@ bool safetensors_add(Safetensors* all, const char* path, char* error) {
     SafetensorsFile* file = &all->file[all->files];
     *file = (SafetensorsFile){text_copy(path), -1, 0, NULL};
     const int number = all->files++, first = all->count;
-    file->descriptor = file_open(path, &file->bytes, error);
-    const int64_t length = file->descriptor < 0 ? -1 : header_length(file, error), data = 8 + length;
-    if (length < 0) return false;
-    SCOPED char* text = memory_take((size_t)length + 1);
-    if (!file_read_at(file->descriptor, path, text, 8, length, error)) return false;
-    file->header = json_parse(text, length, "its header", error);
-    if (!file->header) return data_error(error, "%s is corrupted: %s", path, error);
-    if (file->header->kind != JSON_OBJECT) return data_error(error, "%s is corrupted: its header is no object", path);
+    const int64_t data = header_read(file, error), bytes = file->bytes - data;
+    if (data < 0) return false;
     int members = 0;
     for (const Json* json = file->header->child; json; json = json->next) members++;
     all->tensors = memory_grow(all->tensors, (size_t)(first + members) * sizeof(SafetensorsTensor));
@@ -316,9 +295,11 @@ bool safetensors_add(Safetensors* all, const char* path, char* error) {
         if (strcmp(json->key, "__metadata__") == 0) continue;
         SafetensorsTensor* tensor = &all->tensors[all->count++];
         *tensor = (SafetensorsTensor){.name = json->key, .file = number};
-        if (!header_tensor(path, json, data, file->bytes - data, tensor, error)) return false;
+        const char* wrong = header_tensor(json, data, bytes, tensor);
+        if (wrong) return data_error(error, "%s is truncated or corrupted: tensor %s %s", path, json->key, wrong);
     }
-    return check_tiling(path, all->tensors + first, all->count - first, data, file->bytes - data, error);
+    const char* wrong = check_tiling(all->tensors + first, all->count - first, data, bytes);
+    return !wrong || data_error(error, "%s is truncated or corrupted: %s", path, wrong);
 }
 
 bool safetensors_sort(Safetensors* all, char* error) {

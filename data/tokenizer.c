@@ -88,14 +88,12 @@ static bool is_nothing(const Json* json) {
 }
 
 // Adds a token with this text in the alphabet. A text outside it was added by hand and stands for itself, and so does
-// one that was `added` later.
-static bool token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added,
-                      bool normalized, const char* path, char* error) {
+// one that was `added` later. Like the functions below, it returns NULL, or what is wrong with the file.
+static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added,
+                             bool normalized) {
     const double number = json->kind == JSON_NUMBER ? json->number : -1.0;
-    if (!(number >= 0.0 && number < MAX_VOCABULARY && number == (double)(int)number)) {
-        return data_error(error, "%s is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", path, text,
-                          MAX_VOCABULARY - 1);
-    }
+    if (!(number >= 0.0 && number < MAX_VOCABULARY && number == (double)(int)number))
+        return text_kept("is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", text, MAX_VOCABULARY - 1);
     const int at = (int)number, least = at + 1;
     if (least > tokenizer->room) {
         const int room = least > 2 * tokenizer->room ? least : 2 * tokenizer->room;
@@ -114,7 +112,7 @@ static bool token_add(Tokenizer* tokenizer, const char* text, int64_t count, con
         old->length == fresh.length && (fresh.length == 0 || memcmp(old->bytes, bytes, (size_t)fresh.length) == 0);
     if (old->length > 0 && !(added && same)) {
         free(bytes);
-        return data_error(error, "%s gives token %d to two texts", path, at);
+        return text_kept("gives token %d to two texts", at);
     }
     free(old->bytes);  // files list a token again that was added by hand
     *old = fresh;
@@ -125,37 +123,34 @@ static bool token_add(Tokenizer* tokenizer, const char* text, int64_t count, con
         *list = memory_grow(*list, (size_t)(tokenizer->adds[normalized] + 1) * sizeof(int));
         (*list)[tokenizer->adds[normalized]++] = at;
     }
-    return true;
+    return NULL;
 }
 
 // Adds the members of an object, text: number.
-static bool add_object(Tokenizer* tokenizer, const Json* json, bool added, const char* path, char* error) {
-    if (!json || json->kind != JSON_OBJECT) {
-        return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
-    }
-    for (const Json* one = json->child; one; one = one->next) {
-        if (!token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added, true, path, error)) return false;
-    }
-    return tokenizer->tokens > 0 || data_error(error, "%s is no vocabulary: it is empty", path);
+static const char* add_object(Tokenizer* tokenizer, const Json* json, bool added) {
+    const char* wrong = json && json->kind == JSON_OBJECT ? NULL : "is no vocabulary: it is not a JSON object";
+    for (const Json* one = wrong ? NULL : json->child; one && !wrong; one = one->next)
+        wrong = token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added, true);
+    return wrong || tokenizer->tokens > 0 ? wrong : "is no vocabulary: it is empty";
 }
 
 // Adds the list "added_tokens" of tokenizer.json, whose elements have an id and a content.
-static bool add_list(Tokenizer* tokenizer, const Json* list, const char* path, char* error) {
-    for (const Json* token = list ? list->child : NULL; token; token = token->next) {
-        static const char* const flags[] = {"single_word", "lstrip", "rstrip"};
+static const char* add_list(Tokenizer* tokenizer, const Json* list) {
+    static const char* const flags[] = {"single_word", "lstrip", "rstrip"};
+    const char* wrong = NULL;
+    for (const Json* token = list ? list->child : NULL; token && !wrong; token = token->next) {
         const Json *id = json_get(token, "id"), *content = json_get(token, "content");
-        if (!id || !content || content->kind != JSON_STRING || content->text_bytes == 0) {
-            return data_error(error, "%s has an added token without id and content", path);
-        }
+        if (!id || !content || content->kind != JSON_STRING || content->text_bytes == 0)
+            return "has an added token without id and content";
         for (int i = 0; i < 3 && strcmp(content->text, end_of_text) != 0; i++) {
-            if (is_nothing(json_get(token, flags[i]))) continue;
-            return data_error(error, "%s: its added token \"%.40s\" has %s, which nibble does not encode", path,
-                              content->text, flags[i]);
+            if (!is_nothing(json_get(token, flags[i])))
+                return text_kept("adds the token \"%.40s\" with %s, which nibble does not encode", content->text,
+                                 flags[i]);
         }
         const bool normalized = !is_nothing(json_get(token, "normalized"));
-        if (!token_add(tokenizer, content->text, content->text_bytes, id, true, normalized, path, error)) return false;
+        wrong = token_add(tokenizer, content->text, content->text_bytes, id, true, normalized);
     }
-    return true;
+    return wrong;
 }
 
 // Makes the hash table, of the complete list of tokens.
@@ -184,7 +179,7 @@ static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, in
 }
 
 // Reads the lines of merges.txt.
-static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, const char* path, char* error) {
+static const char* read_merges(Tokenizer* tokenizer, const char* text, int64_t count) {
     int rank = 0, number = 1;
     for (const char *line = text, *end = text + count, *stop; line < end; line = stop + 1, number++) {
         stop = memchr(line, '\n', (size_t)(end - line));
@@ -192,39 +187,36 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
         int64_t length = stop - line;
         if (length > 0 && line[length - 1] == '\r') length--;
         // The first line names the version; a later line may well begin with '#', a token like any other.
-        bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
-        if (length == 0 || version || read_merge(tokenizer, line, length, rank++)) continue;
-        return data_error(error,
-                          "%s does not belong to its vocabulary: merge or line %d is no pair of tokens whose joined "
-                          "text is a token",
-                          path, number);
+        const bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
+        if (length > 0 && !version && !read_merge(tokenizer, line, length, rank++))
+            return text_kept("has a merge or line %d that is no pair of tokens whose joined text is a token", number);
     }
     for (int b = 0; b < 256; b++) {
         const char byte = (char)b;
-        if (find_token(tokenizer, &byte, 1) >= 0) continue;
-        return data_error(error, "the vocabulary of %s has no token for byte %d", path, b);
+        if (find_token(tokenizer, &byte, 1) < 0)
+            return text_kept("belongs to a vocabulary without a token for byte %d", b);
     }
-    return tokenizer->merges = true;
+    tokenizer->merges = tokenizer->encodes = true;
+    return NULL;
 }
 
-// Returns tokenizer.json's list of merges, texts "left right" or pairs of texts, as the lines of a merges.txt.
-static char* merge_lines(const Json* list, int64_t* bytes, const char* path, char* error) {
+// Returns tokenizer.json's list of merges, texts "left right" or pairs of texts, as the lines of a merges.txt; NULL:
+// it is none.
+static char* merge_lines(const Json* list, int64_t* bytes) {
     char* text;
     size_t length;
-    if (!list || list->kind != JSON_ARRAY) return data_error(error, "%s holds no merges", path), NULL;
     FILE* lines = text_stream(&text, &length);
-    bool good = true;
-    for (const Json* merge = list->child; merge; merge = merge->next) {
+    bool good = list && list->kind == JSON_ARRAY;
+    for (const Json* merge = good ? list->child : NULL; merge && good; merge = merge->next) {
         const Json *left = merge->kind == JSON_ARRAY ? merge->child : merge, *right = left ? left->next : NULL;
         if (left == merge) right = merge;
-        good = good && left && left->kind == JSON_STRING && right && right->kind == JSON_STRING;
+        good = left && left->kind == JSON_STRING && right && right->kind == JSON_STRING;
         if (good) fprintf(lines, left == right ? "%s\n" : "%s %s\n", left->text, right->text);
     }
     fclose(lines);
     *bytes = (int64_t)length;
-    if (good) return text;
-    free(text);
-    return data_error(error, "%s: a merge is no pair of texts", path), NULL;
+    if (!good) free(text);
+    return good ? text : NULL;
 }
 
 // The path of the first of two names that is in the folder; NULL when neither is.
@@ -234,25 +226,21 @@ static const char* find_file(const char* folder, const char* name, const char* o
     return access(path, F_OK) == 0 ? path : NULL;
 }
 
-// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in GPT-2's words.
-static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
+// Returns what tokenizer.json describes that the encoder here, byte-pair encoding of bytes in GPT-2's words, does not
+// do.
+static const char* other_tokenizer(const Json* json) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                                           "ignore_merges", "dropout"};
     const Json *model = json_get(json, "model"), *cut = json_get(json, "pre_tokenizer");
     const char* type = json_string(model, "type", json_get(model, "merges") ? "BPE" : "no");
-    if (strcmp(type, "BPE") != 0) {
-        return data_error(error, "%s holds a tokenizer of type %s, and nibble reads GPT-2's byte-level BPE alone", path,
-                          type);
-    }
+    if (strcmp(type, "BPE") != 0)
+        return text_kept("holds a tokenizer of type %s, and nibble reads GPT-2's byte-level BPE alone", type);
     const Json* use_regex = json_get(cut, "use_regex");
     bool plain = strcmp(json_string(cut, "type", ""), "ByteLevel") == 0 &&
                  is_nothing(json_get(cut, "add_prefix_space")) && (!use_regex || use_regex->number != 0) &&
                  is_nothing(json_get(json, "normalizer"));
     for (int i = 0; i < 5; i++) plain = plain && is_nothing(json_get(model, unknown[i]));
-    return plain || data_error(error,
-                               "%s holds a BPE tokenizer that normalizes text or cuts it into words otherwise than "
-                               "GPT-2's, which alone nibble reads",
-                               path);
+    return plain ? NULL : "holds a BPE tokenizer that normalizes text or cuts it into words otherwise than GPT-2's";
 }
 
 // True if each token is one character, as in a vocabulary of nanoGPT's.
@@ -270,27 +258,30 @@ static bool is_of_characters(const Tokenizer* tokenizer) {
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     const char* path = find_file(folder, "vocab.json", "encoder.json");
     const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
-    const char *whole = find_file(folder, "tokenizer.json", "tokenizer.json"), *more = whole;
+    const char* whole = find_file(folder, "tokenizer.json", "tokenizer.json");
+    const char* more = whole ? whole : find_file(folder, "added_tokens.json", "added_tokens.json");
     const bool alone = whole && !merges;
     if (!path && !whole)
         return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
-    if (!whole) more = find_file(folder, "added_tokens.json", "added_tokens.json");
+    if (alone) path = whole;
     JSON_SCOPED Json* names = alone ? NULL : json_read(path, error);
     JSON_SCOPED Json* beside = more ? json_read(more, error) : NULL;
-    if ((!alone && !names) || (more && !beside) || (alone && !is_gpt2_tokenizer(beside, whole, error))) return false;
+    if ((!alone && !names) || (more && !beside)) return false;
     const Json* model = alone ? json_get(beside, "model") : NULL;
+    const char* wrong = alone ? other_tokenizer(beside) : NULL;
     int64_t bytes = 0;
-    SCOPED char* text = alone    ? merge_lines(json_get(model, "merges"), &bytes, whole, error)
-                        : merges ? file_read(merges, &bytes, error)
-                                 : NULL;
-    if ((alone || merges) && !text) return false;
-    if (!add_object(tokenizer, alone ? json_get(model, "vocab") : names, false, alone ? whole : path, error))
-        return false;
-    if (whole && !add_list(tokenizer, json_get(beside, "added_tokens"), whole, error)) return false;
-    if (more && !whole && !add_object(tokenizer, beside, true, more, error)) return false;
-    make_slots(tokenizer);
-    if (!text) return tokenizer->encodes = tokenizer->characters = is_of_characters(tokenizer), true;
-    return tokenizer->encodes = read_merges(tokenizer, text, bytes, alone ? whole : merges, error);
+    SCOPED char* text = alone ? merge_lines(json_get(model, "merges"), &bytes) : NULL;
+    if (!text && merges && !(text = file_read(merges, &bytes, error))) return false;
+    if (alone && !wrong && !text) wrong = "holds no merges, or one that is no pair of texts";
+    if (!wrong) wrong = add_object(tokenizer, alone ? json_get(model, "vocab") : names, false);
+    if (!wrong && more) {
+        path = more;
+        wrong = whole ? add_list(tokenizer, json_get(beside, "added_tokens")) : add_object(tokenizer, beside, true);
+    }
+    if (!wrong) make_slots(tokenizer);
+    if (!wrong && text) path = alone ? whole : merges, wrong = read_merges(tokenizer, text, bytes);
+    if (!wrong && !text) tokenizer->encodes = tokenizer->characters = is_of_characters(tokenizer);
+    return !wrong || data_error(error, "%s %s", path, wrong);
 }
 
 bool tokenizer_exists(const char* folder) {

@@ -56,6 +56,22 @@ DATA_TEST(corpus_every_character) {
         expect(got == want, "the words around U+%04X to U+%04X are not tiktoken's", first, first + BLOCK - 1);
     }
     expect(blocks == 0x110000 / BLOCK, "%d blocks", blocks);
+    // Any bytes come back, of whatever script or none at all.
+    uint64_t state = 7;
+    for (int i = 0; i < 300; i++) {
+        const int64_t length = (int64_t)(random_next(&state) % 200);
+        for (int64_t b = 0; b < length; b++) {
+            const uint64_t r = random_next(&state);
+            text[b] = i % 2 ? (char)r : " etaoin'st\n\t1,\xC3\xA9"[r % 16];
+        }
+        const int count = tokenizer_encode(tokenizer, text, length, tokens, BYTES);
+        int64_t used = 0;
+        for (int t = 0, bytes = 0; t < count; t++, used += bytes) {
+            const char* piece = tokenizer_decode(tokenizer, tokens[t], &bytes);
+            expect(used + bytes <= length && memcmp(text + used, piece, (size_t)bytes) == 0, "text %d", i);
+        }
+        expect(used == length, "text %d does not come back", i);
+    }
 }
 
 static bool opens(const char* path, DataFormat format, DatasetPart part, int T, char* error) {

@@ -186,7 +186,7 @@ FOLDER_TEST(folders_tokenizer_json) {
     for (const char* flag : {"lstrip", "rstrip", "single_word"}) {
         const char* flagged = formatted("\"id\": 259, \"%s\": true", flag);
         write_text(work, "tokenizer.json", replaced(whole, "\"id\": 259", flagged));
-        expect(!tokenizer_open(work, error) && strstr(error, "its added token \"<pad>\" has"), "%s: %s", flag, error);
+        expect(!tokenizer_open(work, error) && strstr(error, "adds the token \"<pad>\" with"), "%s: %s", flag, error);
     }
 }
 

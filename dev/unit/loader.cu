@@ -1,8 +1,7 @@
 // Unit tests of data/loader.h and data/tokenizer.h.
 //
-// Shards hold tokens that are a function of their position, so a window tells where it was read. The expected token
-// numbers of GPT-2's encoding are those of the tiktoken library (encode_ordinary over the same two vocabulary files);
-// the case that needs these files finds them in the folder that NIBBLE_GPT2 names.
+// Shards hold tokens that are a function of their position, so a window tells where it was read. test_prepare.py
+// compares the tokenizer with tiktoken's and the tokenizers library's.
 #include <fcntl.h>
 #include "../../data/loader.h"
 #include "../../data/tokenizer.h"
@@ -452,72 +451,4 @@ DATA_TEST(data_tokenizer_files) {
     expect(tokenizer_vocabulary(tokenizer) == 6 && tokenizer_end(tokenizer) == 4, "size");
     expect(tokenizer_encode(tokenizer, "a", 1, tokens, 8) == -1, "there are no merges");
     tokenizer_close(tokenizer);
-}
-
-// The last one is the number of tokens. corpus_every_character tests how all characters are cut into words.
-// clang-format off
-static const struct {
-    const char* text;
-    int bytes;
-    int token[64];
-    int count;
-} encoded[] = {
-    {"  \n  mixed \t whitespace \n", 25, {220, 220, 198, 220, 7668, 220, 197, 13216, 10223, 220, 198}, 11},
-    {"I'm you're we've he'll she'd it's can't", 39, {40, 1101, 345, 821, 356, 1053, 339, 1183, 673, 1549, 340, 338, 460, 470}, 14},
-    {"I'M YOU'RE", 10, {40, 6, 44, 7013, 6, 2200}, 6},
-    {"'tis 's''t", 10, {470, 271, 705, 82, 7061, 83}, 6},
-    {"''''", 4, {39115}, 1},
-    {"3.14159 -2.5e-10", 16, {18, 13, 1415, 19707, 532, 17, 13, 20, 68, 12, 940}, 11},
-    {"#include <stdio.h>\nint main(void) {\n    return 0;\n}\n", 52, {2, 17256, 1279, 19282, 952, 13, 71, 29, 198, 600, 1388, 7, 19382, 8, 1391, 198, 220, 220, 220, 1441, 657, 26, 198, 92, 198}, 25},
-    {"https://example.com/path?q=1&r=2", 32, {5450, 1378, 20688, 13, 785, 14, 6978, 30, 80, 28, 16, 5, 81, 28, 17}, 15},
-    {"<|endoftext|>", 13, {27, 91, 437, 1659, 5239, 91, 29}, 7},
-    {"antidisestablishmentarianism", 28, {415, 29207, 44390, 3699, 1042}, 5},
-    {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 40, {24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794}, 10},
-    {"\346\227\245\346\234\254\350\252\236\343\201\256\343\203\206\343\202\255\343\202\271\343\203\210", 24, {33768, 98, 17312, 105, 45739, 252, 5641, 24336, 25084, 43302}, 10},
-    {"emoji \360\237\230\200\360\237\221\215 end", 18, {368, 31370, 30325, 222, 41840, 235, 886}, 7},
-    {"", 0, {0}, 0},
-    {"\000\001\002", 3, {188, 189, 190}, 3},
-    {"a\177b", 3, {64, 221, 65}, 3},
-};
-// clang-format on
-
-// Decodes tokens into `text`. Returns the number of bytes.
-static int64_t decode_all(const Tokenizer* tokenizer, const int* tokens, int count, char* text) {
-    int64_t used = 0;
-    for (int i = 0; i < count; i++) {
-        int bytes = 0;
-        const char* piece = tokenizer_decode(tokenizer, tokens[i], &bytes);
-        memcpy(text + used, piece, (size_t)bytes);
-        used += bytes;
-    }
-    return used;
-}
-
-TEST(data_tokenizer_gpt2) {
-    const char* folder = getenv("NIBBLE_GPT2");
-    if (!folder) skip("set NIBBLE_GPT2 to a folder with GPT-2's vocabulary, such as one that data/prepare.py wrote");
-    Tokenizer* tokenizer = tokenizer_open(folder, error);
-    expect(tokenizer, "%s", error);
-    expect(tokenizer_vocabulary(tokenizer) == 50257 && tokenizer_end(tokenizer) == 50256, "size");
-    int tokens[4096], bytes = 0;
-    for (auto& item : encoded) {
-        int count = tokenizer_encode(tokenizer, item.text, item.bytes, tokens, 64);
-        bool same = count == item.count && memcmp(tokens, item.token, (size_t)item.count * sizeof(int)) == 0;
-        expect(same, "\"%s\": %d tokens, not %d", item.text, count, item.count);
-    }
-    const char* end = tokenizer_decode(tokenizer, 50256, &bytes);
-    expect(bytes == 13 && memcmp(end, "<|endoftext|>", 13) == 0, "the end token is \"%.*s\"", bytes, end);
-    // Any bytes come back, of whatever script or none at all.
-    uint64_t state = 7;
-    for (int i = 0; i < 300; i++) {
-        char text[256], back[4096];
-        int64_t length = (int64_t)(random_next(&state) % 200);
-        for (int64_t b = 0; b < length; b++) {
-            uint64_t r = random_next(&state);
-            text[b] = i % 2 ? (char)r : " etaoin'st\n\t1,\xC3\xA9"[r % 16];
-        }
-        int count = tokenizer_encode(tokenizer, text, length, tokens, 4096);
-        expect(decode_all(tokenizer, tokens, count, back) == length && memcmp(text, back, (size_t)length) == 0,
-               "text %d does not come back", i);
-    }
 }

@@ -10,6 +10,13 @@ static bool opens_json(const char* folder) {
     return json_read(joined(folder, "json"), error) != nullptr;
 }
 
+// Leaves in `error` what a JSON text becomes when it is written again.
+static bool opens_written(const char* folder) {
+    const Json* json = json_read(joined(folder, "written"), error);
+    const char* text = printed([&](FILE* file) { json_write(file, json); });
+    return data_error(error, "%s", text);
+}
+
 static bool opens_safetensors(const char* folder) {
     char file[2048] = {0};
     int64_t length;
@@ -45,6 +52,7 @@ static bool opens_config(const char* folder) {
 
 TEST(data_malformed) {
     static const std::tuple<const char*, bool (*)(const char* folder)> kinds[] = {{"json", opens_json},
+                                                                                  {"written", opens_written},
                                                                                   {"safetensors", opens_safetensors},
                                                                                   {"tokenizer.json", opens_tokenizer},
                                                                                   {"vocab.json", opens_tokenizer},

@@ -122,9 +122,12 @@ class Case:
         environment = {**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache"), **environment}
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
 
-    def prepare(self, *arguments, out="out", **more):
+    def prepare(self, *arguments, out="out", said=(), **more):
+        """Expects success and each text of `said`. Returns what was written."""
         done = self.run(*arguments, "--out", out, **more)
         assert done.returncode == 0, done.stderr
+        for text in said:
+            assert text in done.stdout, f"{text!r} is not in {done.stdout!r}"
         typed = shlex.split(done.stdout.split("next: ")[1])
         assert typed[-3:] == [str(ROOT / "train"), "--data", str(out)], typed
         assert not (self.folder / (out + ".tmp")).exists()
@@ -175,19 +178,10 @@ def test_separator_rules(case):
     assert [corpus.text.get(t) for t in corpus.tokens("train")] == [None, b"t", b"he", b" the", b"\n"]
 
 
-def test_packed_and_jsonl_inputs_agree(case):
-    documents = [sample(i, 300) for i in range(12)]
-    lines = "".join(json.dumps({"text": d, "n": 1}) + "\n\n" for d in documents)
+def test_jsonl(case):
     val = case.write("v.txt", "validation")
-    want = case.prepare(case.write("a.jsonl", lines), "--val", val, out="o0").documents("train")
-    assert want == documents
-    for name, more in (("a.jsonl.xz", ""), ("a.jsonl.gz", ""), ("marked.jsonl", "\ufeff")):
-        assert case.prepare(case.write(name, more + lines), "--val", val, out="o-" + name).documents("train") == want
-    for name in ("a.txt", "a.txt.xz", "a.txt.gz"):
-        got = case.prepare(case.write(name, joined(documents)), "--val", val, out="o-" + name).documents("train")
-        assert got == [document + "\n" for document in documents]
-    other = case.write("b.jsonl", '{"body": "the"}\n{"body": "half a pair: \\ud83d"}\n{"body": ""}')
-    got = case.prepare(other, "--val", val, "--field", "body", out="o1")
+    lines = case.write("a.jsonl", '\ufeff{"body": "the"}\n\n{"body": "half a pair: \\ud83d", "n": 1}\n{"body": ""}')
+    got = case.prepare(lines, "--val", val, "--field", "body")
     assert got.documents("val") == ["validation"]
     assert got.documents("train") == ["the", "half a pair: \ufffd"]
 
@@ -201,9 +195,8 @@ def test_parquet(case):
     assert sorted(corpus.documents("val") + corpus.documents("train")) == sorted(documents)
     assert len(corpus.documents("val")) == 9
     pyarrow.parquet.write_table(pyarrow.table({"text": ["the", None, "", "in"]}), case.folder / "a.PARQUET")
-    done = case.run("a.PARQUET", "--val", "a.parquet", "--out", "nulls")
-    assert "documents without a text, left out: 1 (a.PARQUET: row 2)\n" in done.stdout, done.stdout + done.stderr
-    assert Corpus(case.folder / "nulls").documents("train") == ["the", "in"]
+    said = ["documents without a text, left out: 1 (a.PARQUET: row 2)\n"]
+    assert case.prepare("a.PARQUET", "--val", "a.parquet", out="nulls", said=said).documents("train") == ["the", "in"]
     case.refuse('a.PARQUET: row 2: field "text" is null', "a.PARQUET", "--val", "a.parquet", "--strict")
     case.refuse("id, text", "a.parquet", "--field", "body")
     case.refuse('field "id" is int64 and not a text', "a.parquet", "--field", "id")
@@ -291,8 +284,8 @@ def test_packed_by_contents_and_names(case):
     assert len(case.prepare("a.lzma", "--val", val, out="lzma").documents("train")) == len(documents)
     for head, what in (("PK\3\4", "zip"), ("\4\x22M\x18", "lz4"), ("LZIP\1", "lzip"), ("x\1", "zlib"), ("%PDF-1", "PDF")):
         case.refuse(f"other.txt: {'a ' * (what in ('zip', 'PDF'))}{what}", case.write("other.txt", head + text))
-    done = case.run(case.write("records.txt", lines), "--val", val, "--out", "records")
-    assert "name them .jsonl to take the field \"text\" alone: 1 (records.txt)" in done.stdout, done.stdout
+    said = ['name them .jsonl to take the field "text" alone: 1 (records.txt)']
+    case.prepare(case.write("records.txt", lines), "--val", val, out="records", said=said)
     for name, content in (("a.tar.gz", b"a/file\0\0\0\0text"), ("utf16.txt", text.encode("utf-16-le"))):
         (case.folder / name).write_bytes(content if name.endswith("txt") else gzip.compress(content))
         case.refuse(f"{name}: binary, not text", name)
@@ -309,32 +302,27 @@ def test_bad_documents(case):
     array = case.write("a.json", json.dumps(rows))
     val = case.write("v.txt", "validation")
     for name, what in ((lines, "line"), (array, "element")):
+        said = [f"documents without a text, left out: 1 ({name}: {what} 2)\n"]
+        said += [f"very long white space or words, encoded in pieces: 1 ({name}: {what} 4)\n"]
         for workers in (1, 2):
-            done = case.run(name, "--val", val, "--out", "o", "--force", "--workers", workers)
-            assert done.returncode == 0, done.stderr
-            assert f"documents without a text, left out: 1 ({name}: {what} 2)\n" in done.stdout, done.stdout
-            assert f"very long white space or words, encoded in pieces: 1 ({name}: {what} 4)\n" in done.stdout, done.stdout
-            assert Corpus(case.folder / "o").documents("train") == ["first", spaces, "last"]
+            got = case.prepare(name, "--val", val, "--force", "--workers", workers, said=said)
+            assert got.documents("train") == ["first", spaces, "last"]
         case.refuse(f"{name}: {what} 2: field", name, "--val", val, "--strict")
     text = case.write("a.txt", joined(["first", "x\n" + spaces, "last"]))
-    done = case.run(text, "--val", val, "--out", "text")
-    assert "encoded in pieces: 2 (a.txt: line 4, a.txt: line 5)\n" in done.stdout, done.stdout
-    assert Corpus(case.folder / "text").documents("train") == ["first\n", "x\n" + spaces + "\n", "last\n"]
+    got = case.prepare(text, "--val", val, out="text", said=["encoded in pieces: 2 (a.txt: line 4, a.txt: line 5)\n"])
+    assert got.documents("train") == ["first\n", "x\n" + spaces + "\n", "last\n"]
     case.refuse("a.txt: line 4: the text cannot be encoded", text, "--val", val, "--strict")
     bad = ['{"text": "first"}', '{"text": ', '{"body": "b"}', '{"text": 5}', "[1]", '{"text": "last"}']
     bad = case.write("bad_lines.jsonl", "\n".join(bad).encode() + b'\n{"text": "\xe9"}\n')
     for workers in (1, 2):
-        done = case.run(bad, "--val", val, "--out", "o", "--force", "--workers", workers)
-        assert done.returncode == 0, done
-        assert "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout, done
-        assert Corpus(case.folder / "o").documents("train") == ["first", "last"]
+        said = ["cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON"]
+        got = case.prepare(bad, "--val", val, "--force", "--workers", workers, said=said)
+        assert got.documents("train") == ["first", "last"]
     case.refuse("bad_lines.jsonl: line 2: not JSON", bad, "--val", val, "--strict")
     many = case.write("many.jsonl", '{"text": null}\n' * 50 + '{"text": "the"}\n')
-    done = case.run(many, "--val", val, "--out", "many")
-    assert "left out: 50 (many.jsonl: line 1, " in done.stdout and "line 10, ...)\n" in done.stdout, done.stdout
+    case.prepare(many, "--val", val, out="many", said=["left out: 50 (many.jsonl: line 1, ", "line 10, ...)\n"])
     case.write("nothing.txt", "")
-    done = case.run("nothing.txt", text, "--val", val, "--out", "nothing")
-    assert done.returncode == 0 and "empty files: 1 (nothing.txt)\n" in done.stdout, done.stdout
+    case.prepare("nothing.txt", text, "--val", val, out="nothing", said=["empty files: 1 (nothing.txt)\n"])
     case.refuse("nothing.txt: empty", "nothing.txt", text, "--strict")
     os.mkfifo(case.folder / "fifo.txt")
     case.refuse("fifo.txt: not a regular file", "fifo.txt")
@@ -377,8 +365,7 @@ def test_strange_texts(case):
     """Escapes and halves of characters in names are not printed; what is not a text is refused by one sentence."""
     val = case.write("v.txt", "validation")
     lines = case.write("a.jsonl", '{"\\ud800\\u001b]0;x\\u0007": 1}\n{"text": "the"}\n')
-    done = case.run(lines, "--val", val, "--out", "o")
-    assert done.returncode == 0 and 'no field "text" but ??]0;x?' in done.stdout, done
+    case.prepare(lines, "--val", val, said=['no field "text" but ??]0;x?'])
     names = write_vocabulary(case.folder / "half", ("vocab.json", "merges.txt"))
     file = case.folder / "half" / "vocab.json"
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "\ud800": names}))
@@ -403,11 +390,9 @@ def test_strange_texts(case):
 def test_inline_separators(case):
     text = "one<|endoftext|>two <|endoftext|>\nthree\n<|endoftext|>\nfour<|endoftext|> <|endoftext|>five"
     name, val = case.write("a.txt", text), case.write("v.jsonl", '{"text": "x<|endoftext|>y"}')
-    done = case.run(name, "--val", val, "--out", "o")
-    assert "notice: <|endoftext|> within a text" in done.stdout, done.stdout
-    assert ": 5 (v.jsonl: line 1, a.txt: line 1, a.txt: line 4)\n" in done.stdout, done.stdout
-    assert "--inline-separators" in done.stdout
-    assert Corpus(case.folder / "o").documents("train") == [text.split("<|endoftext|>\nfour")[0], "four" + text[-31:]]
+    said = ["notice: <|endoftext|> within a text", "--inline-separators", ": 5 (v.jsonl: line 1, a.txt: line 1, a.txt: line 4)\n"]
+    corpus = case.prepare(name, "--val", val, said=said)
+    assert corpus.documents("train") == [text.split("<|endoftext|>\nfour")[0], "four" + text[-31:]]
     corpus = case.prepare(name, "--val", val, "--inline-separators", out="inline")
     assert corpus.documents("train") == ["one", "two ", "\nthree\n", "four", "five"]
     assert corpus.documents("val") == ["x", "y"]
@@ -644,8 +629,8 @@ def test_train_bpe(case):
                     assert want
         assert whole.encode("<|endoftext|>").ids == [folder.end]
     few = case.write("few.txt", "aa bb " * 50)
-    done = case.run(few, "--val", val, "--train-bpe", 1000, "--out", "few", vocabulary=None)
-    assert done.returncode == 0 and "fewer tokens than --train-bpe asked for: 26" in done.stdout, done
+    said = ["fewer tokens than --train-bpe asked for: 26"]
+    case.prepare(few, "--val", val, "--train-bpe", 1000, out="few", said=said, vocabulary=None)
     for size in ("257", "70000", "-5", "8k"):
         hint = f"--train-bpe: '{size}' was found; type a whole number from 258 to 65536"
         case.refuse(hint, text, f"--train-bpe={size}", vocabulary=None)
@@ -691,17 +676,14 @@ def test_bad_bytes(case):
     val, good = case.write("v.txt", "in"), [sample(i, 300) for i in range(6)]
     text = joined(good[:3]).encode() + b"<|endoftext|>\nbad \xff\n" + joined(good[3:]).encode()
     array = json.dumps([{"text": text} for text in (*good, "b@d")], ensure_ascii=False).encode().replace(b"b@d", b"b\xffd")
-    for name, content, place in (("a.txt", text, None), ("b.txt.gz", text, None), ("c.json", array, "element 7")):
-        done = case.run(case.write(name, content), "--val", val, "--out", "o-" + name)
-        assert done.returncode == 0 and "cannot be read, left out: 1" in done.stdout, done
-        assert "not UTF-8 (byte 0xff)" in done.stdout and (place or "line ") in done.stdout, done.stdout
-        assert [text.rstrip("\n") for text in Corpus(case.folder / ("o-" + name)).documents("train")] == [
-            text.rstrip("\n") for text in good
-        ]
+    for name, content, place in (("a.txt", text, "line "), ("b.txt.gz", text, "line "), ("c.json", array, "element 7")):
+        said = ["cannot be read, left out: 1", "not UTF-8 (byte 0xff)", place]
+        got = case.prepare(case.write(name, content), "--val", val, out="o-" + name, said=said).documents("train")
+        assert [text.rstrip("\n") for text in got] == [text.rstrip("\n") for text in good]
         case.refuse("leave --strict out", name, "--val", val, "--strict")
     one = case.write("one.txt", b"the re\xff the\n" * 200)
-    done = case.run(one, "a.txt", "--val-fraction", 0.1, "--out", "one")
-    assert "left out: 2 (one.txt: line 1: not UTF-8" in done.stdout, done  # it is not counted once for each part
+    said = ["left out: 2 (one.txt: line 1: not UTF-8"]  # it is not counted once for each part
+    case.prepare(one, "a.txt", "--val-fraction", 0.1, out="one", said=said)
     inline = " <|endoftext|> ".join(["one", "b\udcffd", "two"]).encode("utf-8", "surrogateescape")
     got = case.prepare(case.write("d.txt", inline), "--val", val, "--inline-separators", out="inline").documents("train")
     assert got == ["one ", " two"], got
@@ -857,8 +839,7 @@ def test_errors(case):
     good = case.write("good.txt", "the the\n" * 100)
     case.refuse("none.txt: no such file", "none.txt")
     case.refuse("no such file", good, "--val", "none.txt")
-    done = case.run(good, "--val", "./good.txt", "--out", "same")
-    assert "validation files that are trained on" in done.stdout and "1 (./good.txt)" in done.stdout, done
+    case.prepare(good, "--val", "./good.txt", out="same", said=["validation files that are trained on", "1 (./good.txt)"])
     case.refuse("a folder", "vocabulary")
     case.refuse(".jsonl", case.write("a.csv", "a,b"))
     case.refuse("empty.txt: empty, there is no text", case.write("empty.txt", ""))
@@ -886,6 +867,8 @@ def test_gpt2_vocabulary(case):
     corpus = case.prepare(case.write("a.txt", sample(1, 20000)), "--val", val, vocabulary=None)
     assert corpus.tokens("val") == [50256, 15496, 995] and corpus.meta["vocabulary"] == 50257
     assert corpus.documents("train") == [sample(1, 20000)]
+    loaded = library(case)
+    assert not loaded or encode_by_c(loaded, corpus.folder, sample(1, 20000)) == (corpus.tokens("train")[1:], 50257, 50256)
 
 
 if __name__ == "__main__":
