@@ -169,37 +169,17 @@ def make(run, folder, returncode, words, weights):
     }
 
 
-def is_record(record):
-    """Returns whether it has what a report is made from, as `make` writes it."""
-
-    def number(value):
-        return isinstance(value, (int, float)) and -math.inf < value < math.inf
-
-    def losses(pairs):
-        return all(isinstance(step, int) and (loss is None or number(loss)) for step, loss in pairs)
-
-    return (
-        isinstance(record, dict)
-        and all(isinstance(record[key], str) for key in ("name", "status", "reason", "options_key", "data_key"))
-        and all(isinstance(record[key], int) for key in ("seed", "steps", "tokens_per_step", "skipped", "sharing"))
-        and all(number(record[key]) for key in ("weights_bytes", "state_bytes"))
-        and all(record[key] is None or number(record[key]) for key in ("tokens_per_second", "memory_mib"))
-        and (record["parameters"] is None or isinstance(record["parameters"], int))
-        and isinstance(record["resolved"], dict)
-        and all(isinstance(value, str) for value in record["resolved"].values())
-        and number(record["final_loss"]) == (record["status"] == "done")
-        and losses(record["val"])
-        and losses(record["train"])
-        and "device" in record
-    )
+NEEDED = """name seed options_key data_key status reason resolved parameters steps tokens_per_step final_loss val train
+tokens_per_second memory_mib weights_bytes state_bytes skipped sharing device""".split()
 
 
 def parsed(line):
-    """Returns the record on a line, or None if the line holds none."""
+    """Returns the record on a line, or None if the line holds none: it is cut off, or lacks what a report needs."""
     try:
         record = json.loads(line)
-        return record if is_record(record) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = all(key in record for key in NEEDED) and isinstance(record["final_loss"], float) == (record["status"] == "done")
+        return record if whole else None
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

@@ -21,54 +21,42 @@ if sys.version_info < (3, 11):
 import record
 import runner
 import sweep as sweeps
-from problem import Parser, Problem, installs, say
+from problem import Parser, Problem, answered, installs, say
 from trainer import ROOT, Trainer, check
 
 
 def options_read(arguments):
     parser = Parser(prog="compare", description=__doc__.split("\n")[0])
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="records and report (default: runs/compare/NAME)"
-    )
-    parser.add_argument("--work", type=Path, metavar="DIR", help="run folders of ./train (default: build/compare/NAME)")
-    parser.add_argument("--trainer", type=Path, default=ROOT / "train", metavar="PATH", help="default: ./train")
-    parser.add_argument("--gpus", metavar="0,1,...", help="default: all that are visible; without any, the CPU")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)"
-    )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no run that would not end in time")
-    parser.add_argument(
-        "--silence",
-        type=float,
-        default=1800,
-        metavar="SECONDS",
-        help="a run whose log stands still for so long is killed and counts as dead (default: 1800)",
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
-    parser.add_argument("--commit", metavar="TEXT", help="what to record (default: the commit of ./train --version)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs and stop")
-    parser.add_argument(
-        "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
-    )
-    parser.add_argument("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
-    parser.add_argument("--replace", action="store_true", help="run again what is done with other options or another corpus")
-    parser.add_argument("--no-report", action="store_true", help="run, and leave the report for later")
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP.toml")
+    add("--out", type=Path, metavar="DIR", help="records and report (default: runs/compare/NAME)")
+    add("--work", type=Path, metavar="DIR", help="run folders of ./train (default: build/compare/NAME)")
+    add("--trainer", type=Path, default=ROOT / "train", metavar="PATH", help="default: ./train")
+    add("--gpus", metavar="0,1,...", help="default: all that are visible; without any, the CPU")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at once on a GPU or the CPU (default: 1)")
+    add("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no run that would not end in time")
+    silence = "a run whose log stands still for so long is killed and counts as dead (default: 1800)"
+    add("--silence", type=float, default=1800, metavar="SECONDS", help=silence)
+    add("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
+    add("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
+    add("--commit", metavar="TEXT", help="what to record (default: the commit of ./train --version)")
+    add("--dry-run", action="store_true", help="check everything, list the runs and stop")
+    add("--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU")
+    add("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
+    add("--replace", action="store_true", help="run again what is done with other options or another corpus")
+    add("--no-report", action="store_true", help="run, and leave the report for later")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         raise Problem(f"--jobs {options.jobs}: give 1 or more")
     for text in options.set:
         if "=" not in text:
             raise Problem(f"--set {text}: write --set OPTION=VALUE, such as --set data=build/wiki")
-    if options.budget is not None and not options.budget >= 0:
-        raise Problem(f"--budget {options.budget:g}: give seconds, 0 or more")
-    for other in ("--dry-run", "--no-report"):
-        if options.report_only and getattr(options, other[2:].replace("-", "_")):
-            raise Problem(f"--report-only with {other} does nothing; leave one out")
-    if not options.silence > 0:
-        raise Problem(f"--silence {options.silence:g}: give seconds, more than 0")
-    options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
+    for name in ("budget", "silence"):
+        if not getattr(options, name) >= (name == "silence"):
+            raise Problem(f"--{name} {getattr(options, name):g}: give seconds, {'1' if name == 'silence' else '0'} or more")
+    if options.report_only and (options.dry_run or options.no_report):
+        raise Problem("--report-only with --dry-run or --no-report does nothing; leave one out")
+    options.until = time.monotonic() + options.budget
     options.overrides = dict(text.split("=", 1) for text in options.set)
     options.out = (options.out or ROOT / "runs/compare" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
@@ -139,17 +127,7 @@ def run_sweep(options):
     if options.dry_run:
         tell_plan(todo, done)
         return 0
-    at_work = runner.Runner(
-        sweep,
-        trainer,
-        options.work,
-        options.out / record.FILE,
-        options.jobs,
-        gpus,
-        options.until,
-        options.silence,
-        options.commit,
-    )
+    at_work = runner.Runner(sweep, trainer, gpus, options)
 
     def left():
         """Returns which of these runs are not done by now: another start may have ended some."""
@@ -166,34 +144,22 @@ def run_sweep(options):
     return 130 if not whole else 1 if at_work.count["died"] else 0
 
 
-def main(arguments=None):
-    try:
-        options = options_read(arguments)
-        status = 0 if options.report_only else run_sweep(options)
-        if options.dry_run or options.no_report or status == 130:
-            return status
-        try:
-            import report
-        except ImportError as missing:
-            hint = installs("-r dev/requirements.txt")
-            if not options.report_only:
-                print(f"compare: notice: no report ({missing}); {hint}, then the command with --report-only")
-                return status
-            raise Problem(f"{missing}; {hint}") from None
-        report.write(sweeps.load(options.sweep, options.overrides), options.out)
+def main():
+    options = options_read(None)
+    status = 0 if options.report_only else run_sweep(options)
+    if options.dry_run or options.no_report or status == 130:
         return status
-    except Problem as problem:
-        say(f"compare: error: {problem}", sys.stderr)
-        return 2
-    except BrokenPipeError:  # of `| head`
-        sys.stdout = open(os.devnull, "w")
-        return 1
-    except OSError as error:  # of a folder or the trainer that was typed, or a full disk
-        say(f"compare: error: {error}; see --out, --work and --trainer", sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before the first run or in the report; runner.py stops runs by itself
-        return 130
+    try:
+        import report
+    except ImportError as missing:
+        hint = installs("-r dev/requirements.txt")
+        if options.report_only:
+            raise Problem(f"{missing}; {hint}") from None
+        print(f"compare: notice: no report ({missing}); {hint}, then the command with --report-only")
+        return status
+    report.write(sweeps.load(options.sweep, options.overrides), options.out)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("compare", main))

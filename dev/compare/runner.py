@@ -7,10 +7,8 @@ Children end with this process, however it ends, so that no two write to one fol
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import json
-import math
 import os
 import shutil
 import signal
@@ -25,7 +23,7 @@ import record
 from sweep import Problem
 from trainer import ROOT
 
-TELL_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+TELL_EVERY = 30.0  # seconds between lines of progress
 TRIAL = 120  # steps of the run that measures how many fit into a study's `seconds`
 PATIENCE = 60.0  # seconds in which a child may write its checkpoint after SIGTERM
 
@@ -39,12 +37,7 @@ def gpus_at_hand(environment):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except OSError:
         return []
-    return [str(i) for i, line in enumerate(x for x in listed.split("\n") if x.startswith("GPU "))]
-
-
-def slots(gpus, jobs):
-    """Returns [(GPU or None, which of its jobs)]: first one job on each GPU."""
-    return [(gpu, job) for job in range(jobs) for gpu in gpus or [None]]
+    return [str(i) for i in range(len([line for line in listed.split("\n") if line.startswith("GPU ")]))]
 
 
 def die_with_parent():
@@ -52,13 +45,11 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def tell(text, end="\n"):
+def tell(line):
     """Prints while the terminal, or the reader of the pipe, is there. No run is lost because nobody listens."""
     try:
-        print(text, end=end, flush=True)
-    except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE):
-            raise
+        print(line, flush=True)
+    except OSError:
         sys.stdout = open(os.devnull, "w")
 
 
@@ -77,7 +68,7 @@ def duration(seconds):
 @dataclass
 class Job:
     run: object
-    slot: tuple
+    gpu: str  # or None
     folder: Path
     process: subprocess.Popen
     first: int  # step at which it began
@@ -87,23 +78,23 @@ class Job:
 
     def silence(self):
         """Returns seconds since it last wrote to its log, or began."""
-        try:
-            written = time.time() - (self.folder / "log.jsonl").stat().st_mtime
-        except OSError:
-            written = math.inf
-        return min(written, time.monotonic() - self.started)
+        since_start, log = time.monotonic() - self.started, self.folder / "log.jsonl"
+        return min(time.time() - log.stat().st_mtime, since_start) if log.exists() else since_start
+
+    def steps(self):
+        return max(0, record.last_step(self.folder) - self.first)
 
 
 class Runner:
-    def __init__(self, sweep, trainer, work, records, jobs, gpus, until, silence, commit):
-        self.sweep, self.trainer, self.work, self.records = sweep, trainer, work, records
-        self.jobs, self.silence, self.commit = jobs, silence, commit
-        self.free = slots(gpus, jobs)
-        self.begin, self.until = time.monotonic(), until
+    def __init__(self, sweep, trainer, gpus, options):
+        """`options`: those of the command line."""
+        self.sweep, self.trainer, self.options = sweep, trainer, options
+        self.work, self.records = options.work, options.out / record.FILE
+        self.free = (gpus or [None]) * options.jobs  # first one job on each GPU
         self.active, self.stopping = [], False
-        self.done_tokens = 0
-        self.rates, self.parts = [], []  # tokens a second of this start, starts included: of whole runs, of resumed ones
-        self.shown, self.width = time.monotonic() - TELL_EVERY + 5, 0
+        self.begin, self.done_tokens = time.monotonic(), 0
+        self.rates = []  # tokens a second of the runs that have ended, starts included
+        self.shown = self.begin - TELL_EVERY + 5
         self.count = {"done": 0, "diverged": 0, "died": 0}
 
     # One run.
@@ -121,42 +112,33 @@ class Runner:
             kept.write_text(str(int(self.sweep.seconds / statistics.median(took)) if took else TRIAL))
         return int(kept.read_text())
 
-    def start(self, run, slot):
+    def start(self, run, gpu):
         folder = self.work / run.slug()
-        key = {"options": run.options_key(), "data": self.trainer.data_key(run)}
+        key = json.dumps({"options": run.options_key(), "data": self.trainer.data_key(run)})
         marker = folder / "sweep.json"
-        same = marker.is_file() and marker.read_text() == json.dumps(key)
-        saved = record.checkpoint(folder) if same else None
+        saved = record.checkpoint(folder) if marker.is_file() and marker.read_text() == key else None
         if not saved:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps(key))
-        environment = dict(os.environ)
-        if slot[0] is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = slot[0]
+        marker.write_text(key)
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         resumes = len(record.read_log(folder).resumes)
         more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
         if self.sweep.seconds:
             run.plan["steps"] = self.steps_in_time(run, folder, environment)
             more.append(f"--steps={run.plan['steps']}")
         with (folder / "stdout.txt").open("a") as out, (folder / "stderr.txt").open("w") as err:
-            process = subprocess.Popen(
-                self.trainer.command(run, *more),
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops its children
-                preexec_fn=die_with_parent,
-            )
+            # In a session of its own Ctrl-C reaches this process alone, which then stops its children.
+            how = {"cwd": ROOT, "env": environment, "start_new_session": True, "preexec_fn": die_with_parent}
+            command = self.trainer.command(run, *more)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **how)
         first = int(saved.name.removeprefix("step_")) if saved else 0
-        self.active.append(Job(run, slot, folder, process, first, resumes, time.monotonic()))
+        self.active.append(Job(run, gpu, folder, process, first, resumes, time.monotonic()))
 
     def finish(self, job):
         """Writes the record of a job that has ended, unless this process stopped it."""
         self.active.remove(job)
-        self.free.insert(0, job.slot)
+        self.free.insert(0, job.gpu)
         seconds = time.monotonic() - job.started
         resumed = record.read_log(job.folder).resumes[job.resumes :]
         job.first = resumed[-1] if resumed else 0  # a checkpoint that cannot be read is not gone on from
@@ -165,19 +147,18 @@ class Runner:
         if self.stopping and result["status"] == "died":
             return
         if job.hung and result["status"] == "died":
-            reached = record.last_step(job.folder)
-            result["reason"] = f"hung: nothing in its log for {duration(self.silence)} at step {reached} of {result['steps']}"
-        steps = max(0, record.last_step(job.folder) - job.first)
-        tokens = steps * result["tokens_per_step"]
+            said = f"hung: nothing in its log for {duration(self.options.silence)}"
+            result["reason"] = f"{said} at step {record.last_step(job.folder)} of {result['steps']}"
+        tokens = job.steps() * result["tokens_per_step"]
         self.done_tokens += tokens
-        if result["status"] == "done" and 4 * steps >= result["steps"]:  # of less, the start is too much of it
-            (self.rates if job.first == 0 else self.parts).append(tokens / seconds)
+        if result["status"] == "done" and 4 * job.steps() >= result["steps"]:  # of less, the start is too much of it
+            self.rates.append(tokens / seconds)
         result |= {
             "data_key": self.trainer.data_key(job.run),
             "seconds": round(seconds, 1),
             "resumed_at": job.first,
-            "sharing": self.jobs,
-            "commit": self.commit or result["commit"],
+            "sharing": self.options.jobs,
+            "commit": self.options.commit or result["commit"],
         }
         record.write(self.records, result)
         self.count[result["status"]] += 1
@@ -187,59 +168,42 @@ class Runner:
                 shutil.rmtree(saved)
         loss = result["final_loss"]
         told = f"val {loss:.4f}" if loss is not None else f"{result['status']}: {result['reason']}"
-        self.say(f"{job.run.label}  {told}  {duration(seconds)}")
+        tell(f"{job.run.label}  {told}  {duration(seconds)}")
 
     # All of them.
 
     def in_time(self, run):
         """Returns whether a run would end in time, judged by those that have ended."""
         tokens = run.plan["tokens_per_step"] * run.plan["steps"]
-        slowest = min(self.rates or self.parts, default=None)
-        seconds = 1.2 * self.sweep.seconds or (tokens / slowest if slowest else 0)
-        return time.monotonic() + seconds < self.until
+        seconds = 1.2 * self.sweep.seconds or (tokens / min(self.rates) if self.rates else 0)
+        return time.monotonic() + seconds < self.options.until
 
     def progress(self, waiting):
-        """Prints one line: on a terminal over itself, elsewhere after 5 seconds and then twice a minute."""
-        now, terminal = time.monotonic(), sys.stdout.isatty()
-        if now - self.shown < (0.5 if terminal else TELL_EVERY):
+        """Prints one line after 5 seconds and then twice a minute."""
+        now = time.monotonic()
+        if now - self.shown < TELL_EVERY:
             return
-        self.shown = now
-        done, left = self.done_tokens, 0
+        self.shown, done, names = now, self.done_tokens, []
+        left = sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
         for job in self.active:
-            each, step = job.run.plan["tokens_per_step"], record.last_step(job.folder)
-            job.first = min(job.first, step)
-            done += max(0, step - job.first) * each
-            left += max(0, job.run.plan["steps"] - step) * each
-        left += sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
-        elapsed = now - self.begin
-        eta = duration(left * elapsed / done) if done else "?"
-        names = ", ".join(
-            f"{j.run.label} {100 * record.last_step(j.folder) // max(1, j.run.plan['steps'])}%" for j in self.active[:4]
-        )
-        names += ", ..." if len(self.active) > 4 else ""
-        line = f"{len(waiting)} waiting, {len(self.active)} running ({names})  {done / elapsed:.3g} tokens/s  eta {eta}"
-        if terminal:
-            line = line[: shutil.get_terminal_size().columns - 1]
-            tell("\r" + line.ljust(self.width), end="")
-            self.width = len(line)
-        else:
-            tell(line)
-
-    def say(self, line):
-        tell(("\r" if self.width else "") + line.ljust(self.width))
-        self.width = 0
+            each, steps, step = job.run.plan["tokens_per_step"], job.run.plan["steps"], record.last_step(job.folder)
+            done += job.steps() * each
+            left += max(0, steps - step) * each
+            names.append(f"{job.run.label} {100 * step // max(1, steps)}%")
+        eta = duration(left * (now - self.begin) / done) if done else "?"
+        shown = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+        speed = f"{done / (now - self.begin):.3g} tokens/s"
+        tell(f"{len(waiting)} waiting, {len(self.active)} running ({shown})  {speed}  eta {eta}")
 
     def stop(self):
         """Sends SIGTERM, so that the runs save and end, and SIGKILL to those that do not, or at a second Ctrl-C."""
-        self.say(f"stopping {len(self.active)} runs; type the same command to go on")
+        tell(f"stopping {len(self.active)} runs; type the same command to go on")
         for job in self.active:
             job.process.terminate()
         until = time.monotonic() + PATIENCE
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             while any(job.process.poll() is None for job in self.active) and time.monotonic() < until:
                 time.sleep(0.05)
-        except KeyboardInterrupt:
-            pass
         for job in list(self.active):
             if job.process.poll() is None:
                 job.process.kill()
@@ -248,25 +212,18 @@ class Runner:
 
     @contextlib.contextmanager
     def locked(self):
-        """Keeps other run.py from writing to these run folders or records. The folder of the records is locked
-        itself: a lock file would lie among the report's files."""
-        out = self.records.parent
-        self.work.mkdir(parents=True, exist_ok=True)
-        out.mkdir(parents=True, exist_ok=True)
-        places = (self.work / "lock", os.O_WRONLY | os.O_CREAT, "--work"), (out, os.O_RDONLY, "--out")
+        """Keeps other run.py from writing to these run folders or records. The folders are locked themselves: a lock file
+        would lie among the report's files."""
         with contextlib.ExitStack() as at_end:
-            for path, flags, option in places:
-                number = os.open(path, flags, 0o666)
+            for folder, option in (self.work, "--work"), (self.records.parent, "--out"):
+                folder.mkdir(parents=True, exist_ok=True)
+                number = os.open(folder, os.O_RDONLY)
                 at_end.callback(os.close, number)
                 try:
                     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if path == out and not isinstance(error, BlockingIOError):
-                        continue  # this file system cannot lock folders
-                    place = out if path == out else path.parent
-                    raise Problem(
-                        f"{place}: another run.py is at work there; wait for it, or give another {option}"
-                    ) from None
+                except BlockingIOError:
+                    hint = f"wait for it, or give another {option}"
+                    raise Problem(f"{folder}: another run.py is at work there; {hint}") from None
             yield
 
     def go(self, left):
@@ -282,12 +239,12 @@ class Runner:
                     while waiting and self.free and self.in_time(waiting[0]):
                         self.start(waiting.pop(0), self.free.pop(0))
                     if waiting and not self.active and not self.in_time(waiting[0]):
-                        self.say(f"the budget is spent: {len(waiting)} runs wait for the next start")
+                        tell(f"the budget is spent: {len(waiting)} runs wait for the next start")
                         break
                     for job in [job for job in self.active if job.process.poll() is not None]:
                         self.finish(job)
                     for job in self.active:
-                        if job.silence() > self.silence:
+                        if job.silence() > self.options.silence:
                             job.hung = True
                             job.process.kill()
                     self.progress(waiting)

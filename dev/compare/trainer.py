@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import subprocess
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,16 +75,8 @@ def fingerprint(paths):
 
 def refused(run, text):
     """Returns ./train's sentence with the place of the option that it names."""
-    sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
+    sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") or "it ended without a word"
     named = next((name for name in re.findall(r"--([\w-]+)", sentence) if name in {"seed", *run.options}), "")
-
-    def as_given(way_out):
-        name, value = way_out.groups()
-        typed = run.place(name).startswith("--set ")
-        return f"type --set {name}={value}" if typed else f'write {name} = "{value}"'
-
-    sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
-    sentence = re.sub(r"--dry-run --memory (\w+)", r"--set memory=\1 --dry-run", sentence)
     return Problem(f"{run.place(named)}: {run.name}: {sentence}")
 
 
@@ -113,25 +105,15 @@ def small(trainer, run):
 
 
 def dry_runs(commands, environment):
-    """Returns [(status, stdout, stderr)] of commands, of which one per core runs at a time."""
-    results, active, todo = {}, {}, dict(enumerate(commands))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-    while todo or active:
-        while todo and len(active) < max(2, os.cpu_count() or 2):
-            i = next(iter(todo))
-            active[i] = subprocess.Popen(todo.pop(i), cwd=ROOT, env=environment, **pipes)
-        for i in [i for i, process in active.items() if process.poll() is not None]:
-            process = active.pop(i)
-            out, err = process.communicate()
-            results[i] = (process.returncode, out, err)
-        time.sleep(0.005)
-    return [results[i] for i in sorted(results)]
+    """Returns the ends of commands, of which one per core runs at a time."""
+    how = {"cwd": ROOT, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        return list(pool.map(lambda command: subprocess.run(command, **how), commands))
 
 
 def group(run):
-    """Returns a key that is the same for runs that differ only in the optimizer; the user's own formats need a GPU."""
-    outside = {key: value for key, value in run.options.items() if key not in OPTIMIZER}
-    return digest([outside, run.name if "format" in run.options else ""])
+    """Returns a key that is the same for runs that differ only in the optimizer."""
+    return digest({key: value for key, value in run.options.items() if key not in OPTIMIZER})
 
 
 def check(runs, trainer, environment, briefly=False):
@@ -148,10 +130,10 @@ def check(runs, trainer, environment, briefly=False):
     answers = dry_runs([trainer.command(run, "--dry-run") for run in whole.values()], environment)
     answers += dry_runs([small(trainer, run) for run in others], {**environment, "CUDA_VISIBLE_DEVICES": ""})
     plans, refusals = {}, []
-    for run, (status, out, err) in zip([*whole.values(), *others], answers):
-        plans[run.name] = read_plan(out, trainer.weights)
-        if status != 0:
-            refusals.append((run.order, refused(run, err)))
+    for run, ended in zip([*whole.values(), *others], answers):
+        plans[run.name] = read_plan(ended.stdout, trainer.weights)
+        if ended.returncode != 0:
+            refusals.append((run.order, refused(run, ended.stderr)))
         elif not plans[run.name]:
             raise Problem(f"{trainer.path}: the plan of --dry-run does not read as ./train's; name another --trainer")
     if refusals:
