@@ -613,14 +613,21 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
 // Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
 // the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
 static void model_init(Model* m, uint64_t seed) {
+    int64_t largest = 0;
+    for (int t = 0; t < m->arena.count; t++) {
+        const int64_t n = m->arena.tensors[t].rows * m->arena.tensors[t].cols;
+        largest = n > largest ? n : largest;
+    }
+    float* values = (float*)memory_take((size_t)largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
         const bool vector = tensor->rows == 1;
         arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f,
-                   vector ? 0.0f : 0.02f / residual);
+                   vector ? 0.0f : 0.02f / residual, values);
     }
+    free(values);
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 

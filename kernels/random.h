@@ -19,12 +19,12 @@ constexpr uint64_t random_bits(uint64_t seed, uint64_t tensor, uint64_t element)
     return z;
 }
 
-// A normally distributed number of (seed, tensor, element), for initial weights: Box-Muller in fp64, rounded to fp32.
-// With u and a in (0, 1) and [0, 1) out of 64 random bits,
-//     z(2k) = sqrt(-2 log u) cos(2 pi a)      z(2k + 1) = sqrt(-2 log u) sin(2 pi a)
-inline float random_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
-    const uint64_t bits = random_bits(seed, tensor, element / 2);
-    const double u = ((double)(bits >> 32) + 0.5) / 4294967296.0;
+// Two normally distributed numbers of (seed, tensor, pair), for the elements 2 pair and 2 pair + 1 of initial weights:
+// Box-Muller in fp64, rounded to fp32. With u and a in (0, 1) and [0, 1) out of 64 random bits,
+//     two[0] = sqrt(-2 log u) cos(2 pi a)      two[1] = sqrt(-2 log u) sin(2 pi a)
+inline void random_normals(float two[2], uint64_t seed, uint64_t tensor, uint64_t pair) {
+    const uint64_t bits = random_bits(seed, tensor, pair);
+    const double u = ((double)(bits >> 32) + 0.5) / 4294967296.0, length = sqrt(-2.0 * log(u));
     const double angle = 2.0 * 3.14159265358979323846 * ((double)(bits & 0xffffffffu) / 4294967296.0);
-    return (float)(sqrt(-2.0 * log(u)) * (element % 2 ? sin(angle) : cos(angle)));
+    two[0] = (float)(length * cos(angle)), two[1] = (float)(length * sin(angle));
 }

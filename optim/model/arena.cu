@@ -219,15 +219,16 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
-void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float mean, float deviation) {
-    const int64_t cols = a->tensors[t].cols;
-    float* values = (float*)memory_zero((size_t)(a->tensors[t].rows * cols), sizeof(float));
+void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float mean, float deviation, float* values) {
+    const int64_t n = rows * a->tensors[t].cols, all = a->tensors[t].rows * a->tensors[t].cols;
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows * cols; i++) {
-        values[i] = mean + deviation * random_normal(seed, (uint64_t)t, (uint64_t)i);
+    for (int64_t i = 0; i < n; i += 2) {
+        float two[2];
+        random_normals(two, seed, (uint64_t)t, (uint64_t)i / 2);
+        for (int k = 0; k < 2 && i + k < n; k++) values[i + k] = mean + deviation * two[k];
     }
+    memset(values + n, 0, (size_t)(all - n) * sizeof(float));
     arena_set(a, t, values);
-    free(values);
 }
 
 void arena_need(const Arena* a, int part, int next) {

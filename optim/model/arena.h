@@ -103,8 +103,9 @@ void arena_dequant_buffer(const Arena* arena, void* buffer);
 // Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call optim_decode after the last
 // tensor.
 void arena_set(Arena* arena, int t, const float* values);
-// Does the same with normal numbers (kernels/random.h) in the first `rows` rows and zeros in the others.
-void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float mean, float deviation);
+// Does the same with normal numbers (kernels/random.h) in the first `rows` rows and zeros in the others. `values` has
+// room for the tensor: a model of billions of parameters then takes fresh memory once, not for each tensor.
+void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float mean, float deviation, float* values);
 
 // Makes the weights of a part available to whatever is queued on the device's stream from here on. If ranks keep parts
 // of the weights, it also begins to gather those of layer `next`.
