@@ -25,7 +25,6 @@ from test_library import ROOT, nibble_optim, raises
 try:
     import torch
     import torch.distributed.fsdp
-    from nibble_optim.part import Layout
 except ImportError:
     torch = None
 
@@ -66,82 +65,6 @@ PRESETS = ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e", "adaf
 MATRIX_PRESETS = ("muon", "muon8", "muon4", "galore8", "apollo-mini")
 
 
-def each_kind():
-    for device in DEVICES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for preset in PRESETS + MATRIX_PRESETS:
-                yield device, dtype, preset
-
-
-def test_torch_losses_fall_in_every_format():
-    for device, dtype, preset in each_kind():
-        model = model_of(device, dtype)
-        matrices = preset in MATRIX_PRESETS  # whose updates do not shrink with the gradient: lr has to
-        optimizer = make(model, preset=preset, lr=2e-2 if matrices else 1e-2)
-        x, y = batch(model, 1)
-        losses = []
-        for number in range(160 if matrices else 40):
-            if matrices:
-                optimizer.param_groups[0]["lr"] = 2e-2 * (1 - number / 160)
-            optimizer.zero_grad()
-            loss = ((model(x) - y) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < 0.2 * losses[0], (device, dtype, preset, losses[0], losses[-1])
-
-
-def test_torch_state_dict_to_the_bit():
-    """Saved in a file, and copied: both go on with the bits of the run that was not stopped."""
-    for device, dtype, preset in each_kind():
-        resumes(device, dtype, preset=preset)
-    for device in DEVICES:
-        limited = resumes(device, torch.bfloat16, preset="adamw8", limit_growth=1.001)
-        resumes(device, torch.float16, preset="adamw32"), resumes(device, torch.float16, preset="muon8")
-        free = model_of(device, torch.bfloat16)
-        train(free, make(free, preset="adamw8"), 1, 6)
-        assert not same(free, limited), "nothing was limited"
-
-
-def resumes(device, dtype, **settings):
-    a = model_of(device, dtype)
-    first = make(a, **settings)
-    train(a, first, 1, 3)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    b = copy.deepcopy(a)
-    second = make(b, **settings)
-    second.load_state_dict(state_dict=torch.load(file, weights_only=True))
-    c, third = copy.deepcopy((a, first))
-    for model, optimizer in ((a, first), (b, second), (c, third)):
-        train(model, optimizer, 4, 6)
-    assert same(a, b) and same(a, c), (device, dtype, settings)
-    for p, q in zip(a.parameters(), b.parameters()):
-        for name, value in first.state[p].items():
-            assert torch.equal(value, second.state[q][name]), (device, dtype, settings, name)
-    return a
-
-
-def test_torch_cpu_and_gpu_are_equal():
-    if len(DEVICES) < 2:
-        return "skipped: no GPU"
-    for dtype in (torch.float32, torch.bfloat16):
-        for preset in PRESETS:
-            models = [model_of(device, dtype) for device in DEVICES]
-            optimizers = [make(model, preset=preset) for model in models]
-            for number in range(1, 5):
-                for model, optimizer in zip(models, optimizers):
-                    for i, p in enumerate(model.parameters()):
-                        torch.manual_seed(100 * number + i)
-                        p.grad = torch.randn(p.shape).to(p)
-                    optimizer.step()
-            for p, q in zip(models[0].parameters(), models[1].parameters()):
-                assert torch.equal(p, q.cpu()), (dtype, preset)
-                for name, value in optimizers[0].state[p].items():
-                    assert torch.equal(value, optimizers[1].state[q][name].cpu()), (dtype, preset, name)
-
-
 def test_torch_groups_schedulers_closures_hooks():
     for device in DEVICES:
         model = model_of(device)
@@ -170,32 +93,6 @@ def test_torch_groups_schedulers_closures_hooks():
         assert calls == ["pre", "post"] * 3
         for p, q in zip(model.parameters(), reference.parameters()):
             assert (p - q).abs().max() < 3e-5, "a thousandth of what three steps can move a weight"
-
-
-def test_torch_missing_gradients_and_new_groups():
-    for device in DEVICES:
-        model, extra = model_of(device), torch.nn.Parameter(torch.ones(7, device=device))
-        optimizer = make(model, preset="adamw8")
-        train(model, optimizer, 1, 2)
-        optimizer.add_param_group({"params": [extra], "lr": 1e-1})
-        before = model[0].weight.clone()
-        model[0].weight.grad = None
-        extra.grad = torch.ones_like(extra)
-        optimizer.step()
-        assert torch.equal(before, model[0].weight) and (extra < 1).all()
-        assert optimizer.state[model[0].weight]["step"] == 2 and optimizer.state[model[0].bias]["step"] == 3
-        assert optimizer.state[extra]["step"] == 1
-        # States that began at different steps come back to the bit too.
-        saved = copy.deepcopy(optimizer.state_dict())
-        again = copy.deepcopy(list(model.parameters()) + [extra])
-        second = nibble_optim.Optimizer(again[:-1], preset="adamw8", lr=1e-2, seed=1)
-        second.add_param_group({"params": [again[-1]], "lr": 1e-1})
-        second.load_state_dict(saved)
-        for params, o in ((list(model.parameters()) + [extra], optimizer), (again, second)):
-            for p in params:
-                p.grad = torch.full_like(p, 0.25)
-            o.step()
-        assert all(torch.equal(p, q) for p, q in zip(list(model.parameters()) + [extra], again))
 
 
 def test_torch_cuda_graph():
@@ -261,67 +158,33 @@ def test_torch_cuda_graph():
 
 
 def test_torch_matrices_and_the_rest():
-    """Groups for a rule of matrices and for what it leaves; a new group; a schedule; resumed to the bit."""
-    def build(model):
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        return nibble_optim.Optimizer([{"params": matrices, "preset": "muon4"},
-                                       {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 1e-3}],
-                                      preset="adamw8", lr=2e-2, seed=2, rank_gap=2)
-
-    def steps(model, optimizer, first, last, extra=None):
-        for number in range(first, last + 1):
-            optimizer.param_groups[0]["lr"] = 2e-2 / number
-            x, y = batch(model, number)
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
-            if extra is not None:
-                extra.grad = torch.sin(number + torch.arange(64.0 * 40, device=x.device).view(64, 40) ** 2)
-            optimizer.step()
+    """Groups for a rule of matrices and for what it leaves, and one that comes later; a schedule; resumed to the bit."""
+    def open_run(params, groups):
+        optimizer = nibble_optim.Optimizer([{"params": params[:1], "preset": "muon4"}, {"params": params[1:2], "lr": 1e-3}],
+                                           preset="adamw8", lr=2e-2, seed=2, rank_gap=2)
+        for _ in range(groups - 2):
+            optimizer.add_param_group({"params": params[2:], "preset": "galore8"})
+        return optimizer
 
     for device in DEVICES:
-        a = model_of(device, torch.bfloat16)
-        optimizer = build(a)
-        steps(a, optimizer, 1, 2)
+        runs = []
+        for resumes in (False, True):
+            params = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in ((33, 70), (70,), (64, 40))]
+            optimizer = open_run(params, 2)
+            for number in range(1, 7):
+                if number == 3:
+                    optimizer.add_param_group({"params": params[2:], "preset": "galore8"})
+                if number == 4 and resumes:
+                    saved, optimizer = copy.deepcopy(optimizer.state_dict()), open_run(params, 3)
+                    optimizer.load_state_dict(saved)
+                optimizer.param_groups[0]["lr"] = 2e-2 / number
+                for p in params:
+                    p.grad = torch.sin(number + torch.arange(float(p.numel()), device=device).view(p.shape) ** 2)
+                optimizer.step()
+            runs.append(params)
         lines = " ".join(optimizer.describe())
-        assert lines.count("muon") == 1 and lines.count("adamw") == 1, lines
-        extra = torch.nn.Parameter(torch.ones(64, 40, device=device))
-        optimizer.add_param_group({"params": [extra], "preset": "galore8"})
-        steps(a, optimizer, 3, 3, extra)
-        assert (extra != 1).any()
-        b, again = copy.deepcopy(a), torch.nn.Parameter(extra.detach().clone())
-        second = build(b)
-        second.add_param_group({"params": [again], "preset": "galore8"})
-        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        steps(a, optimizer, 4, 6, extra)
-        steps(b, second, 4, 6, again)
-        assert same(a, b) and torch.equal(extra, again), device
-
-
-def test_torch_gradients_of_other_kinds():
-    for device in DEVICES:
-        p = torch.nn.Parameter(torch.ones(64, 48, dtype=torch.bfloat16, device=device))
-        q = torch.nn.Parameter(torch.ones(64, 48, dtype=torch.bfloat16, device=device))
-        a, b = (nibble_optim.Optimizer([x], lr=1e-2) for x in (p, q))
-        grad = torch.randn(48, 64, device=device).to(torch.bfloat16)
-        p.grad, q.grad = grad.t(), grad.t().contiguous()
-        a.step(), b.step()
-        assert torch.equal(p, q)
-        image = torch.nn.Parameter(torch.randn(8, 4, 3, 3, device=device).to(memory_format=torch.channels_last))
-        optimizer = nibble_optim.Optimizer([image], preset="adamw32", lr=1e-1, weight_decay=0.0)
-        before = image.detach().clone()
-        image.grad = torch.sign(before).contiguous()
-        optimizer.step()
-        assert (before - image - 1e-1 * torch.sign(before)).abs().max() < 1e-5
-        # A bf16 tensor whose memory is not aligned, and one of no elements.
-        whole = torch.ones(101, dtype=torch.bfloat16, device=device)
-        odd, none = torch.nn.Parameter(whole[1:]), torch.nn.Parameter(torch.ones(0, device=device))
-        optimizer = nibble_optim.Optimizer([odd], lr=1e-1)
-        odd.grad = torch.ones_like(odd)
-        optimizer.step()
-        assert (odd < 1).all() and whole[0] == 1
-        optimizer = nibble_optim.Optimizer([none], lr=1e-1)
-        none.grad = torch.ones_like(none)
-        optimizer.step()
+        assert [lines.count(rule) for rule in ("muon", "adamw", "galore")] == [1, 1, 1], lines
+        assert all(map(torch.equal, *runs)) and (params[2] != 1).any(), device
 
 
 def change_gradient(view):
@@ -389,13 +252,6 @@ CHANGES = [
 def steps_with_a_change(change, remember):
     """Returns what seven steps leave; the change comes before the fifth. Gradients are the same objects from step to step.
     `remember`: as users step; otherwise the optimizer has to look at everything anew."""
-    if not remember:
-        with unittest.mock.patch.object(Layout, "same", lambda *_: False):
-            return steps_of(change, False)
-    return steps_of(change, True)
-
-
-def steps_of(change, remember):
     torch.manual_seed(3)
     params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((5,), (16, 16), (40, 64))]
     optimizer = nibble_optim.Optimizer(params, preset="adamw8", weights="bf16+16", lr=1e-2, seed=1)
@@ -410,7 +266,7 @@ def steps_of(change, remember):
         if number == 5:
             change(params[1], memory)
         if optimizer._parts and not remember:
-            optimizer._parts[0].where = None
+            optimizer._parts[0].where = optimizer._parts[0].layout = None
         elif optimizer._parts:
             assert number < 3 or number > 5 or optimizer._parts[0].layout, "nothing is remembered, so nothing is tested"
         optimizer.step()
@@ -645,33 +501,15 @@ def test_torch_step_inside_a_compiled_function():
                                                                 fullgraph=True))
 
 
-def test_torch_step_in_backward():
+def test_torch_step_in_backward_of_a_new_group():
+    """In test_torch_laws.py are the bits of such steps."""
     for device in DEVICES:
-        for preset in ("adamw8", "adamw32"):
-            models = [model_of(device, torch.bfloat16) for _ in range(2)]
-            optimizers = [make(model, preset=preset) for model in models]
-            optimizers[1].step_in_backward()
-            for model, optimizer in zip(models, optimizers):
-                train(model, optimizer, 1, 4)
-            assert same(*models), (device, preset)
-            assert all(p.grad is None for p in models[1].parameters())
-            # Saved states go on in the backward pass and after it, from either.
-            for saved in optimizers:
-                again = [copy.deepcopy(models[0]) for _ in range(2)]
-                others = [make(again[0], preset=preset), make(again[1], preset=preset).step_in_backward()]
-                for model, optimizer in zip(again, others):
-                    optimizer.load_state_dict(saved.state_dict())
-                    train(model, optimizer, 5, 6)
-                assert same(*again), (device, preset)
-            twins, others[0] = copy.deepcopy((again[1], others[1]))
-            for model, optimizer in ((twins, others[0]), (again[1], others[1])):
-                x, y = batch(model, 7)
-                ((model(x) - y) ** 2).mean().backward()
-            assert same(twins, again[1]) and all(p.grad is None for p in twins.parameters()), (device, preset)
-            new = torch.nn.Parameter(torch.ones(3, device=device))
-            others[1].add_param_group({"params": [new]})
-            new.sum().backward()
-            assert new.grad is None and new.max().item() < 1.0
+        model, new = model_of(device, torch.bfloat16), torch.nn.Parameter(torch.ones(3, device=device))
+        optimizer = make(model, preset="adamw8").step_in_backward()
+        (model(batch(model, 1)[0])).square().mean().backward()
+        optimizer.add_param_group({"params": [new]})
+        new.sum().backward()
+        assert new.grad is None and new.max().item() < 1.0
 
 
 def test_torch_lines_of_the_readme():
@@ -800,11 +638,12 @@ def test_torch_python_takes_little_time():
 
 sys.modules["test_torch"] = sys.modules[__name__]
 import test_torch_gpu  # noqa: E402
+import test_torch_laws  # noqa: E402
 import test_torch_peers  # noqa: E402
 import test_torch_taken  # noqa: E402
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases({**vars(test_library), **globals(), **vars(test_torch_gpu), **vars(test_torch_peers),
-                        **vars(test_torch_taken)},
+    sys.exit(run_cases({**vars(test_library), **globals(), **vars(test_torch_gpu), **vars(test_torch_laws),
+                        **vars(test_torch_peers), **vars(test_torch_taken)},
                        missing=None if torch else "torch is not installed", among="test_torch_"))

@@ -4,6 +4,7 @@ import gc
 import threading
 
 from test_torch import DEVICES, make, model_of, nibble_optim, raises, same, torch, train
+from test_torch_laws import Run
 
 
 def test_torch_cuda_graph_of_many_tensors():
@@ -75,36 +76,32 @@ def test_torch_refused_capture_is_forgotten():
 
 
 def test_torch_threads_do_not_meet():
-    """Optimizers of several threads, on a GPU each on a stream of its own."""
-    presets = ("muon8", "galore8", "adamw8", "adafactor8")
-
-    def steps(model, preset, errors):
-        device = next(model.parameters()).device
-        with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
+    """Optimizers of several threads, on a GPU each on a stream of its own, and refusals between their steps."""
+    def work(run, errors):
+        with torch.cuda.stream(torch.cuda.Stream()) if run.device == "cuda" else contextlib.nullcontext():
             try:
-                optimizer = make(model, preset=preset)
                 for number in range(1, 9):
-                    for p in model.parameters():
-                        p.grad = torch.sin(number + torch.arange(float(p.numel()), device=device)).view_as(p).to(p)
-                    optimizer.step()
-                optimizer.state_dict()
-                if device.type == "cuda":
+                    run.until(number)
+                    raises(ValueError, "nothing", lambda: nibble_optim.Handle({"preset": "nothing"}, []))
+                run.optimizer.state_dict()
+                if run.device == "cuda":
                     torch.cuda.current_stream().synchronize()
             except Exception as error:
                 errors.append(error)
 
     for device in DEVICES:
-        alone, together = ([model_of(device, torch.bfloat16) for _ in presets] for _ in range(2))
+        alone, together = ([Run(device, "bfloat16", dict(preset=preset))
+                            for preset in ("muon8", "galore8", "adamw8", "adafactor8")] for _ in range(2))
         if device == "cuda":
             torch.cuda.synchronize()
         errors = []
-        for model, preset in zip(alone, presets):
-            steps(model, preset, errors)
-        threads = [threading.Thread(target=steps, args=(*each, errors)) for each in zip(together, presets)]
+        for run in alone:
+            work(run, errors)
+        threads = [threading.Thread(target=work, args=(run, errors)) for run in together]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         assert not errors, errors
-        assert all(map(same, alone, together)), device
+        assert all(all(map(torch.equal, a.weights(), b.weights())) for a, b in zip(alone, together)), device
 
 
 def test_torch_two_gpus():

@@ -60,53 +60,6 @@ def test_torch_types_of_parameters():
     assert [len(optimizer.state[p]) for p in params] == [4, 5] and "fp32" in optimizer.describe()[0]
 
 
-def test_torch_parameters_that_lie_otherwise():
-    """Transposed, with holes, and channels last: steps are those of the same parameters in their usual order."""
-    for settings in (dict(preset="adamw8"), dict(preset="adamw32"), dict(preset="muon"), dict(rule="adam-mini"),
-                     dict(preset="adafactor8"), dict(preset="rmnp4")):
-        base = torch.zeros(24, 40).bfloat16()
-        image = parameter(8, 4, 3, 3).detach().bfloat16()
-        others = [base[:, 8:32], torch.zeros(24, 16).bfloat16().t(), image.to(memory_format=torch.channels_last)]
-        usual = [parameter(24, 24), parameter(16, 24), image]
-        usual = [torch.nn.Parameter(p.detach().bfloat16().contiguous()) for p in usual]
-        for q, p in zip(others, usual):
-            q.copy_(p.detach())
-        others = [torch.nn.Parameter(q) for q in others]
-        runs = [(params, nibble_optim.Optimizer(params, lr=1e-2, seed=1, **settings)) for params in (usual, others)]
-        for number in range(1, 5):
-            for params, optimizer in runs:
-                give(params, number)
-                if number == 2:
-                    with torch.no_grad():
-                        params[0].mul_(0.5)
-                if number == 3:
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                optimizer.step()
-        assert all(map(torch.equal, usual, others)) and not others[0].is_contiguous(), settings
-        assert (base[:, :8] == 0).all() and (base[:, 32:] == 0).all(), "the holes hold what they did"
-
-
-def test_torch_transposed():
-    """Matrices with inputs as rows, as transformers' Conv1D keeps them: steps and states are torch.nn.Linear's."""
-    for settings in (dict(preset="adamw8"), dict(preset="muon", stacked="c_attn.weight:3"), dict(preset="rmnp4"),
-                     dict(preset="adafactor8"), dict(rule="normuon"), dict(rule="adam-mini", m="bf16")):
-        linear = {"c_attn.weight": parameter(36, 12), "c_attn.bias": parameter(36), "c_proj.weight": parameter(12, 24)}
-        conv = {name: torch.nn.Parameter(p.detach().t().contiguous() if p.dim() > 1 else p.detach().clone())
-                for name, p in linear.items()}
-        runs = [nibble_optim.Optimizer(params.items(), lr=1e-2, seed=1, **settings, **more)
-                for params, more in ((linear, {}), (conv, {"transposed": "c_attn|c_proj.weight"}))]
-        for number in range(1, 4):
-            give(linear.values(), number)
-            for name, q in conv.items():
-                grad = linear[name].grad
-                q.grad = grad.t() if grad.dim() > 1 else grad
-            for optimizer in runs:
-                optimizer.step()
-            runs[1].load_state_dict(copy.deepcopy(runs[1].state_dict()))
-        for name, p in linear.items():
-            assert torch.equal(p, conv[name].t() if p.dim() > 1 else conv[name]), (settings, name)
-
-
 def test_torch_rules_of_matrices_leave_the_rest():
     """Embeddings, heads, norms and biases by the names of several models, and all vectors, are adamw's."""
     rest = ["model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight", "model.norm.weight", "bias",
@@ -120,47 +73,13 @@ def test_torch_rules_of_matrices_leave_the_rest():
         own = rules.pop("layers.0.fc.weight")
         assert len(set(map(frozenset, rules.values()))) == 1 and own != rules["bias"], (preset, own, rules)
         assert "v" in rules["bias"], preset
-    unnamed = [parameter(8, 6), parameter(8)]
-    optimizer = nibble_optim.Optimizer(unnamed, preset="muon")
-    give(unnamed, 1)
-    optimizer.step()
-    assert ["v" in optimizer.state[p] for p in unnamed] == [False, True]
-
-
-def test_torch_gradients_of_another_type():
-    """bf16 parameters with fp32 gradients: saved states, copies and pickles go on to the bit."""
-    if not hasattr(torch.nn.Parameter, "grad_dtype"):
-        return "skipped: torch has no grad_dtype before 2.10"
-
-    def steps(params, optimizer, first, last):
-        for number in range(first, last + 1):
-            for i, p in enumerate(params):
-                p.grad_dtype = torch.float32
-                p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel()))).view(p.shape)
-            optimizer.step()
-
-    def start(params):
-        return nibble_optim.Optimizer(params, preset="adamw8", lr=1e-2, seed=1)
-
-    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in (parameter(24, 24), parameter(30))]
-    optimizer = start(params)
-    steps(params, optimizer, 1, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    others = [copy.deepcopy((params, optimizer))]
-    file = io.BytesIO()
-    torch.save((params, optimizer), file)
-    file.seek(0)
-    others.append(torch.load(file, weights_only=False))
-    loaded = copy.deepcopy(params)
-    others.append((loaded, start(loaded)))
-    others[-1][1].load_state_dict(saved)
-    steps(params, optimizer, 4, 6)
-    assert "grads fp32" in optimizer.describe()[0]
-    for again, other in others:
-        steps(again, other, 4, 6)
-        assert all(map(torch.equal, params, again)) and len(other.describe()) == 1
-        assert all(torch.equal(value, other.state[q][name]) for p, q in zip(params, again)
-                   for name, value in optimizer.state[p].items())
+    # As transformers' Trainer makes its optimizers: groups without names, or with those of a model.
+    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 8), "fc": torch.nn.Linear(8, 8)})
+    for names in (None, model):
+        optimizer = nibble_optim.Optimizer([{"params": list(model.parameters())}], preset="muon8", names=names)
+        give(list(model.parameters()), 1)
+        optimizer.step()
+        assert ["v" in optimizer.state[p] for p in model.parameters()] == [names is model, False, True]
 
 
 def test_torch_states_taken_and_replaced():
@@ -253,17 +172,6 @@ def test_torch_saved_vectors_are_not_padded():
     torch.save(saved, file)
     bytes_each = sum(value.nbytes for state in saved["state"].values() for value in state.values()) / 64000
     assert bytes_each < 2.4 and len(file.getvalue()) < 10 * 64000, (bytes_each, len(file.getvalue()) / 64000)
-
-
-def test_torch_names_of_parameters():
-    """As transformers' Trainer makes its optimizers: groups without names."""
-    model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 8), "fc": torch.nn.Linear(8, 8)})
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-              {"params": [model["fc"].bias], "weight_decay": 0.0}]
-    optimizer = nibble_optim.Optimizer(groups, preset="muon8", names=model)
-    give(list(model.parameters()), 1)
-    optimizer.step()
-    assert ["v" in optimizer.state[p] for p in model.parameters()] == [True, False, True]
 
 
 def test_torch_release_under_ddp_is_refused():

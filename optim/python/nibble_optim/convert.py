@@ -5,8 +5,6 @@ import struct
 
 import torch
 
-from . import library
-
 SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
                "I16": torch.int16, "F8_E8M0": torch.uint8, "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8}
 

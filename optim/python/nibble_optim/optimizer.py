@@ -16,7 +16,7 @@ from typing import Iterable, Optional, Tuple, Union
 import torch
 
 from . import library
-from .part import MOMENTS, NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
+from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
 SHARED = ("overrides seed decay_mode lr_max beta3 alpha ramp momentum clip_update limit_growth stacked ns_steps "
           "ns_coefficients rank rank_gap rank_scale adafactor_lr").split()  # settings of all groups
@@ -409,8 +409,11 @@ class Optimizer(torch.optim.Optimizer):
                 part.step(its, groups, max(part.age) + 1 if self._apart else step, part.gpu and captured)
                 stepped = stepped or not captured
             except OtherGradients:  # the same states go on in parts that take such gradients
+                written = [part.params[t] for t in part.written()]
                 self._forget([part])
                 self._make_missing(params, grads)
+                for new, t in (self._part_of[p] for p in written if p in self._part_of):
+                    new.take_over([t])
                 parts += self._of([p for p, grad in zip(part.params, its) if grad is not None])
         if stepped:
             for group in groups:
@@ -543,7 +546,8 @@ class Optimizer(torch.optim.Optimizer):
         other = [t for t, p in enumerate(params) if part.handle.place(t).element != int(states[p]["element"])]
         if other:  # they were not made as one part
             self._parts.remove(part)
-            for its in (params[:other[0]], params[other[0]:]):
+            cut = max(other[0], 1)
+            for its in (params[:cut], params[cut:]):
                 self._restore_part(its, grads, states)
             return
         part.restore_all([states[p] for p in params], [self._names[p] for p in params])

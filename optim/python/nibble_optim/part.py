@@ -360,12 +360,15 @@ class Part:
                                                        shape=shape, stride=stride)
         return states
 
+    def written(self):
+        """Returns the numbers of the parameters that other code has written since the last step."""
+        versions = _versions(self.counted) if self.watched else None
+        if self.versions is None or versions == self.versions:
+            return ()
+        return [t for t, then, now in zip(self.counted_of, self.versions, versions) if then != now]
+
     def find_weights(self):
-        if self.watched:
-            versions = _versions(self.counted)
-            if self.versions is not None and versions != self.versions:
-                self._take_over(t for t, then, now in zip(self.counted_of, self.versions, versions) if then != now)
-            self.versions = versions
+        self.take_over(self.written())
         where = _addresses(self.locals)
         if where == self.where:
             return
@@ -376,11 +379,11 @@ class Part:
                                    f"step, by {tuple(local.shape)} of {local.dtype} with strides {local.stride()} on "
                                    f"{local.device}; move or change the model first and make the optimizer then")
         if self.watched and self.weights is not None:
-            self._take_over(t for t, (then, now) in enumerate(zip(self.weights, where))
+            self.take_over(t for t, (then, now) in enumerate(zip(self.weights, where))
                             if then != now and (is_capturing() or not self._is_kept(t)))  # a capture is refused
         self.where, self.weights = where, array.array("Q", where)
 
-    def _take_over(self, tensors):
+    def take_over(self, tensors):
         """Makes the library recompute the master or codes that it keeps beside these parameters."""
         for t in tensors:
             for handle in self.handles():
@@ -577,7 +580,7 @@ class Part:
 
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
-        views = self.views[tensor]
+        views = self.views[tensor] if self.params[tensor].numel() > 0 else {}  # without elements, nothing is used
         if self.shares and tensor in self.owned:  # on all ranks, since full_tensor needs all of them
             state = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
             state = {name: value.view(views[name].shape) if name in views and value.numel() == views[name].numel()
