@@ -136,24 +136,21 @@ class Handle:
         check(self.library.nibble_optim_create(ctypes.byref(self.handle), (c_char_p * (len(texts) + 1))(*texts, None),
                                                array, len(tensors), self.allocate, None, stream, self.error),
               self.error)
-        self.count, self.now, self.groups = len(tensors), Step(), None
+        self.now, self.groups = Step(), None
 
     def __del__(self):
         if getattr(self, "handle", None):
             self.library.nibble_optim_free(self.handle)
             self.handle = None
 
-    def set_groups(self, groups):
-        """Sets the groups: tuples (lr, weight_decay, beta1, beta2, eps, step), and the address of lr or None."""
+    def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
+        """Takes a step. weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i');
+        groups: tuples (lr, weight_decay, beta1, beta2, eps, step), and the address of lr or None."""
+        now = self.now
         if self.groups is None or len(self.groups) != len(groups):
             self.groups = (Group * len(groups))()
         for to, values in zip(self.groups, groups):
             to.lr, to.weight_decay, to.beta1, to.beta2, to.eps, to.step, to.lr_at = (*values, None)[:7]
-
-    def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
-        """Takes a step. weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i')."""
-        now = self.now
-        self.set_groups(groups)
         now.weights, now.grads, now.group_of = (array.buffer_info()[0] for array in (weights, grads, group_of))
         now.group, now.step, now.stream = self.groups, step, stream
         now.grad_scale, now.found_inf = grad_scale, found_inf
@@ -196,10 +193,6 @@ class Handle:
     def place(self, tensor):
         """Returns a tensor's place, with .element, .owner and .together; of the number behind the last one, the end."""
         return self.library.nibble_optim_place(self.handle, tensor)
-
-    @property
-    def end(self):
-        return self.place(self.count).element
 
     def describe(self):
         return self.library.nibble_optim_describe(self.handle).decode()

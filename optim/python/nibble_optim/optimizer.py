@@ -120,8 +120,6 @@ class Optimizer(torch.optim.Optimizer):
                  names: Union[torch.nn.Module, Iterable, None] = None) -> None:
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
-        if adafactor_lr not in (None, "plain", "relative", "scaled", "paper"):
-            raise ValueError(f"adafactor_lr: {adafactor_lr!r} was found; give plain, relative, scaled or paper")
         given = locals()
         self._shared = {name: given[name] for name in SHARED}
         self._shared.update(nesterov=None if nesterov is None else "on" if nesterov else "off",
@@ -351,7 +349,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._ignores_eps(group, params))
         self._place(part)
         self._parts.append(part)
-        self._end, self._idle = max(self._end, part.handle.end), None
+        self._end, self._idle = max(self._end, part.handle.place(len(params)).element), None
         for t, p in enumerate(params):
             self._part_of[p] = (part, t)
         return part

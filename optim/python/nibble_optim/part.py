@@ -126,23 +126,14 @@ def _divide(keys, without=()):
     return firsts, array.array("i", numbers)
 
 
-class Layout:
-    """Types, devices, shapes and strides of tensors, without the tensors."""
-
-    def __init__(self, tensors):
-        try:
-            self.check = torch._C._dynamo.guards.TensorGuards(
-                *tensors, dynamic_dims_sizes=[list(t.shape) for t in tensors],
-                dynamic_dims_strides=[list(t.stride()) for t in tensors]).check
-        except Exception:  # another version of torch lacks this private class, or it has other arguments
-            self.check = lambda *_: False
-
-    def same(self, tensors):
-        """Returns True only if as many tensors have this layout; a missing tensor (None) has not."""
-        try:
-            return self.check(*tensors)
-        except TypeError:
-            return False
+def _layout_of(tensors):
+    """Returns a function that is true of as many tensors with the same types, devices, shapes and strides. A missing
+    tensor (None) raises TypeError."""
+    try:
+        return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=[list(t.shape) for t in tensors],
+                                                    dynamic_dims_strides=[list(t.stride()) for t in tensors]).check
+    except Exception:  # another version of torch lacks this private class, or it has other arguments
+        return lambda *_: False
 
 
 class Part:
@@ -417,7 +408,7 @@ class Part:
             addresses.append(grad.data_ptr() or 1)  # an empty shard has no address, and 0 would mean no gradient
         # If gradients come and go in each step, remembering their layout is not worth its time.
         if not kept and 1 not in addresses and before == self.last_missing:
-            self.layout = Layout([grad for grad in grads if grad is not None])
+            self.layout = _layout_of([grad for grad in grads if grad is not None])
         return array.array("Q", addresses), kept
 
     def _find_again(self, grads):
@@ -425,7 +416,10 @@ class Part:
         if self.layout is None or (self.last_missing and _missing(grads) != self.last_missing):
             return None
         its = [grad for grad in grads if grad is not None] if self.last_missing else grads
-        if not self.layout.same(its):
+        try:
+            if not self.layout(*its):
+                return None
+        except TypeError:
             return None
         addresses = _addresses(its)
         for t in self.last_missing:
