@@ -1168,7 +1168,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_schedule(folder);
     report_memory(folder, plan, world, m->parameters, available_to(m));
     if (run->resume.taken) run_say(folder, " resume   takes the checkpoint's%s\n", run->resume.taken);
-    if (*run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
+    if (run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
 }
 
 // Returns NULL if the run's plan fits; otherwise a sentence that says what to type.
@@ -1339,9 +1339,9 @@ static const char* resume_optim(Options* o, Resume* merge) {
     r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr");
     r.overrides_typed = option_given(o, "override");
     r.options = merge->saved, r.formats = json_get(merge->state, "formats");
-    r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
+    r.changed = merge->changed;
     optim_resume(&r, DEFAULT_DECAY);
-    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
+    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, merge->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
     if (r.other_rule && !option_given(o, "beta3")) o->beta3 = AUTO;
     if (r.other_rule && !option_given(o, "ramp")) o->ramp = AUTO;

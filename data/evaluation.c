@@ -317,7 +317,7 @@ const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, 
 }
 
 void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
-    json_write_text_member(log, "", "name", e->name);
+    json_write_text_member(log, ", ", "name", e->name);
     fprintf(log, ", \"examples\": %d", r->examples);
     json_write_number_member(log, ", ", "acc", r->acc);
     const bool words = e->kind == EVALUATION_LAST_WORD;

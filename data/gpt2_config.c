@@ -100,7 +100,7 @@ const Gpt2Shape* gpt2_named(const char* name) {
 }
 
 bool gpt2_unknown(const char* name, char* error) {
-    const char *owner = strchr(name, '/'), *text = "";
+    const char *owner = strchr(name, '/'), *text = NULL;
     char plain[64];
     name_plain(plain, name);
     if (owner && owner > name && owner[1] && !strchr(owner + 1, '/') && *name != '.') {
@@ -113,7 +113,7 @@ bool gpt2_unknown(const char* name, char* error) {
         if (strcmp(plain, names[i].name) != 0 && !name_is_near(plain, names[i].name)) continue;
         return data_error(error, "--model '%s' is not known; did you mean %s?", name, names[i].name);
     }
-    for (int i = 0; i < NAMES; i++) text = text_kept("%s%s%s", text, *text ? "|" : "", names[i].name);
+    for (int i = 0; i < NAMES; i++) text_add(&text, "%s%s", i ? "|" : "", names[i].name);
     return data_error(
         error, "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
         name, text);

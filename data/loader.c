@@ -7,6 +7,7 @@
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <glob.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -58,15 +59,6 @@ static const char* literal(const char* name) {
     return text_kept("%s", text);
 }
 
-static bool lists_share(const glob_t* one, const glob_t* other) {
-    for (size_t i = 0; i < one->gl_pathc; i++) {
-        for (size_t j = 0; j < other->gl_pathc; j++) {
-            if (strcmp(one->gl_pathv[i], other->gl_pathv[j]) == 0) return true;
-        }
-    }
-    return false;
-}
-
 // Finds the validation files that belong to a glob of training files: replaces one "train" of the pattern by "val", the
 // last one first, until that matches files, none of which is a training file. Else `validation` stays empty.
 static bool find_validation(glob_t* validation, const glob_t* train, const char* pattern, char* error) {
@@ -74,7 +66,10 @@ static bool find_validation(glob_t* validation, const glob_t* train, const char*
         if (strncmp(at, "train", 5) != 0) continue;
         SCOPED char* name = text_format("%.*sval%s", (int)(at - pattern), pattern, at + 5);
         if (!add_matches(validation, name, error)) return false;
-        if (validation->gl_pathc > 0 && !lists_share(train, validation)) return true;
+        bool apart = validation->gl_pathc > 0;
+        for (size_t i = 0; i < train->gl_pathc; i++)
+            apart = apart && fnmatch(name, train->gl_pathv[i], FNM_PATHNAME) != 0;
+        if (apart) return true;
         globfree(validation);
         memset(validation, 0, sizeof(*validation));
     }

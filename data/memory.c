@@ -1,7 +1,6 @@
 #include "memory.h"
 #include <fcntl.h>
 #include <search.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,7 +86,7 @@ char* text_copy(const char* text) {
     return text_part(text, strlen(text));
 }
 
-__attribute__((format(printf, 1, 0))) static char* text_of(const char* format, va_list arguments) {
+char* text_of(const char* format, va_list arguments) {
     va_list again;
     va_copy(again, arguments);
     int length = vsnprintf(NULL, 0, format, again);
@@ -121,6 +120,14 @@ const char* text_kept(const char* format, ...) {
     if (*found != text) free(text);
     block_left(*found);
     return *found;
+}
+
+void text_add(const char** text, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    SCOPED char* more = text_of(format, arguments);
+    va_end(arguments);
+    *text = text_kept("%s%s", *text ? *text : "", more);
 }
 
 typedef struct {

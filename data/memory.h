@@ -2,6 +2,7 @@
 // memory_try returns NULL: if there is no more memory, or a limit such as `ulimit -v` is reached, the process ends with
 // exit code 2 and one sentence, which names the last good checkpoint. The caller frees what is returned with free().
 #pragma once
+#include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
 #include "linkage.h"
@@ -21,6 +22,10 @@ char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
 // Returns a formatted text that stays valid. It is meant for texts of which a program makes few different ones.
 __attribute__((format(printf, 1, 2))) const char* text_kept(const char* format, ...);
+// Appends to such a text; NULL stands for an empty one.
+__attribute__((format(printf, 2, 3))) void text_add(const char** text, const char* format, ...);
+// Returns what printf would print; the caller frees it.
+__attribute__((format(printf, 1, 0))) char* text_of(const char* format, va_list arguments);
 // Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.
 FILE* text_stream(char** text, size_t* bytes);

@@ -94,33 +94,29 @@ double text_number(const char* text, const char* units, double factor, const cha
     return number;
 }
 
+// Sets a number. A size such as 24G, 24GB, 24GiB or 800M counts in powers of 1024 and is rounded to KiB.
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
-    const bool whole = option->type == OPTION_INT;
+    const bool size = option->type == OPTION_SIZE, whole = option->type == OPTION_INT;
     const char* end;
-    const double number = text_number(text, whole ? "KMB" : "", 1e3, &end);  // 10k are a whole number alone
-    if (*end || !isfinite(number) || (whole && number != floor(number))) {
+    double number = text_number(text, size ? "KMGT" : whole ? "KMB" : "", size ? 1024 : 1e3, &end);
+    if (size && !strpbrk(text, "kKmMgGtT")) end = "x";  // it lacks its unit
+    if (size && *end == 'i' && end[1] == 'B') end++;
+    if (size && *end == 'B') end++;
+    if (size) number = 1024 * floor(number / 1024);
+    if (*end || !isfinite(number) || (whole && number != floor(number))) {  // 10k are a whole number alone
         return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
-                          whole ? "a whole number" : "a number", text, option->name, option->values);
+                          size    ? "a size such as 24G"
+                          : whole ? "a whole number"
+                                  : "a number",
+                          text, option->name, option->values);
     }
     if (number < option->low || number > option->high) {
         const char* format = whole ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
         return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text,
                           text_kept(format, option->low, option->high));
     }
-    if (whole) *(long long*)field = (long long)number;
-    if (!whole) *(double*)field = number;
-    return true;
-}
-
-// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
-static bool size_parse(const char* text, long long* bytes) {
-    const char* rest;
-    const double value = floor(text_number(text, "KMGT", 1024, &rest) / 1024);
-    if (!strpbrk(text, "kKmMgGtT")) return false;
-    if (*rest == 'i' && rest[1] == 'B') rest++;
-    if (*rest == 'B') rest++;
-    if (*rest || !(value >= 1 && value < 1e12)) return false;
-    *bytes = (long long)value * 1024;
+    if (whole || size) *(long long*)field = (long long)number;
+    if (!whole && !size) *(double*)field = number;
     return true;
 }
 
@@ -137,11 +133,7 @@ bool option_set(const Option* option, Options* options, const char* text, char* 
         if (option->type == OPTION_REAL) *(double*)field = OPTION_AUTO;
         return true;
     }
-    if (number) return set_number(option, field, text, error);
-    if (option->type == OPTION_SIZE) {
-        return size_parse(text, field) || data_error(error, "--%s takes a size such as 24G, not '%s'; type --%s 24G",
-                                                     option->name, text, option->name);
-    }
+    if (number || option->type == OPTION_SIZE) return set_number(option, field, text, error);
     if (option->type == OPTION_FLAG) {
         *(bool*)field = strcmp(text, "true") == 0;
         return true;
@@ -296,10 +288,9 @@ static bool setting_known(const char* settings, const char* name, const char* va
 
 // Returns "muon|normuon|rmnp" as "muon, normuon or rmnp".
 static const char* values_listed(const char* values) {
-    const char* text = "";
-    for (const char *at = values, *value; (value = text_word(&at, '|'));) {
-        text = text_kept("%s%s%s", text, !*text ? "" : at ? ", " : " or ", value);
-    }
+    const char* text = NULL;
+    for (const char *at = values, *value; (value = text_word(&at, '|'));)
+        text_add(&text, "%s%s", !text ? "" : at ? ", " : " or ", value);
     return text;
 }
 

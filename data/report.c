@@ -263,31 +263,29 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
     const int count = run->prompts.count * (int)run->options->samples;
-    SCOPED char *shown, *members;
-    size_t length, members_length;
+    SCOPED char* shown;
+    size_t length;
     FILE* memory = text_stream(&shown, &length);
     sample_write(memory, index, count, prompt, text, bytes);
     fclose(memory);
     for (size_t i = 0; i < length; i++) shown[i] = shown[i] ? shown[i] : '?';  // a model of bytes writes NULs too
-    memory = text_stream(&members, &members_length);
-    fprintf(memory, "\"index\": %d", index);
-    json_write_text_member(memory, ", ", "prompt", prompt);
-    json_write_text_member(memory, ", ", "text", text);
-    fclose(memory);
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
     run_say(run, "%s", shown);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
-    run_log_members(run, "sample", members);
+    FILE* log = run_log_begin(run, "sample");
+    if (!log) return;
+    fprintf(log, ", \"index\": %d", index);
+    json_write_text_member(log, ", ", "prompt", prompt);
+    json_write_text_member(log, ", ", "text", text);
+    run_log_end(run);
 }
 
 void report_evaluation(RunFolder* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
-    SCOPED char* members;
-    size_t bytes;
     run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(evaluation, result, seconds));
-    FILE* memory = text_stream(&members, &bytes);
-    evaluation_log(memory, evaluation, result);
-    fclose(memory);
-    run_log_members(run, "eval", members);
+    FILE* log = run_log_begin(run, "eval");
+    if (!log) return;
+    evaluation_log(log, evaluation, result);
+    run_log_end(run);
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {

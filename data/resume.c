@@ -1,21 +1,11 @@
 #include "resume.h"
 #include <errno.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 #include "evaluation.h"
 #include "text.h"
-
-// Appends to `changed`, which is cut when it is full.
-__attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume, const char* format, ...) {
-    const size_t used = strlen(resume->changed);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(resume->changed + used, sizeof(resume->changed) - used, format, arguments);
-    va_end(arguments);
-}
 
 bool resume_words(const Options* o, char* error) {
     const bool goes_on = *o->resume && strcmp(o->resume, "off") != 0 && strcmp(o->resume, "auto") != 0;
@@ -87,11 +77,11 @@ static bool resume_paths_taken(Resume* resume, char* error) {
     for (int i = 0; i < 2; i++) {
         const char* value = json_string(resume->saved, data[i], "");
         if (*value && !option_given(resume->options, data[i]))
-            resume->taken = text_format("%s --%s %s", resume->taken ? resume->taken : "", data[i], shell_word(value));
+            text_add(&resume->taken, " --%s %s", data[i], shell_word(value));
     }
     const char* out = json_string(resume->saved, "eval-out", "");
     if (*out && !option_given(resume->options, "eval-out"))
-        resume_changed(resume, " --eval-out none (was %s; type it again to write there)", out);
+        text_add(&resume->changed, " --eval-out none (was %s; type it again to write there)", out);
     return true;
 }
 
@@ -107,7 +97,7 @@ bool resume_options(Resume* resume, char* error) {
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
-        if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
+        if (folder) text_add(&resume->changed, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
             if (!option_set(option, resume->options, text, error)) return data_error(error, "--resume: %s", error);
             continue;
@@ -119,7 +109,7 @@ bool resume_options(Resume* resume, char* error) {
                 error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
                 asked, now, text, asked);
         }
-        resume_changed(resume, " --%s %s (was %s)", name, shown(option, now), shown(option, text));
+        text_add(&resume->changed, " --%s %s (was %s)", name, shown(option, now), shown(option, text));
     }
     return resume_paths_taken(resume, error);
 }
@@ -255,8 +245,8 @@ static void resume_rate(Resume* resume, RunState* state, Schedule* now) {
     const double before = learning_rate(&was, state->step), after = learning_rate(now, state->step);
     if (!(after > 1.000001 * before) || now->warmup == 0) return;
     now->rise_step = state->rise_step = state->step, now->rise_lr = state->rise_lr = before;
-    resume_changed(resume, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
-                   *resume->changed ? ";" : "", before, after, (long long)now->warmup);
+    text_add(&resume->changed, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
+             resume->changed ? ";" : "", before, after, (long long)now->warmup);
 }
 
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule) {
@@ -265,16 +255,16 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
     if (!resume->state) return;
     RunState* state = &run->state;
     *state = run_state_read(resume->state, &now);
-    const char* next = *resume->changed ? ";" : "";
+    const char* next = resume->changed ? ";" : "";
     if (state->data_tokens != now.data_tokens) {
-        resume_changed(resume, "%s the data: %lld tokens (were %lld), so they come in another order from here on", next,
-                       (long long)now.data_tokens, (long long)state->data_tokens);
+        text_add(&resume->changed, "%s the data: %lld tokens (were %lld), so they come in another order from here on",
+                 next, (long long)now.data_tokens, (long long)state->data_tokens);
     } else if (state->data_crc != now.data_crc) {
-        resume_changed(resume, "%s the data: as many tokens as before, but other ones", next);
+        text_add(&resume->changed, "%s the data: as many tokens as before, but other ones", next);
     }
     if (state->val_crc != now.val_crc) {
-        next = *resume->changed ? ";" : "";
-        resume_changed(resume, "%s the validation data, so the best loss begins anew", next);
+        next = resume->changed ? ";" : "";
+        text_add(&resume->changed, "%s the validation data, so the best loss begins anew", next);
         state->best_val = now.best_val;
     }
     state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;

@@ -6,17 +6,15 @@
 #include "schedule.h"
 C_LINKAGE_BEGIN
 
-enum { RESUME_CHANGED_BYTES = 16384 };
-
 // Options that are merged with a checkpoint's.
 typedef struct {
     Options* options;
-    char from[RUN_PATH_BYTES];           // the checkpoint to continue from; "": a new run
-    bool named_itself;                   // the user named that checkpoint, not only its run
-    Json* state;                         // its state.json; NULL: none. The caller frees it
-    const Json* saved;                   // "options" of state.json
-    const char* taken;                   // paths outside the run that the checkpoint names: " --data x --val y"
-    char changed[RESUME_CHANGED_BYTES];  // what has changed, for the banner: " --lr 0.1 (was 0.2)"
+    char from[RUN_PATH_BYTES];  // the checkpoint to continue from; "": a new run
+    bool named_itself;          // the user named that checkpoint, not only its run
+    Json* state;                // its state.json; NULL: none. The caller frees it
+    const Json* saved;          // "options" of state.json
+    const char* taken;          // paths outside the run that the checkpoint names: " --data x --val y"
+    const char* changed;        // what has changed, for the banner: " --lr 0.1 (was 0.2)"; NULL: nothing
 } Resume;
 
 // Finds the checkpoint that --resume names: off, auto (the newest of --run), a run folder, or a checkpoint. Writes its

@@ -124,19 +124,14 @@ void run_folder_close(RunFolder* run) {
 void run_say(RunFolder* run, const char* format, ...) {
     if (run->quiet) return;
     FILE* to[2] = {stdout, run->text};
-    char* text = NULL;
-    size_t bytes;
-    FILE* stream = text_stream(&text, &bytes);
     va_list arguments;
     va_start(arguments, format);
-    vfprintf(stream, format, arguments);
+    SCOPED char* text = text_of(format, arguments);
     va_end(arguments);
-    fclose(stream);
     text_disarm(text, true);  // names and prompts of a checkpoint, and what a model writes
     for (int i = 0; i < 2; i++) {
         if (to[i]) fputs(text, to[i]), fflush(to[i]);
     }
-    free(text);
 }
 
 // Returns the options that a resume does not take from a checkpoint, as they are typed.
@@ -144,7 +139,7 @@ static const char* typed_again(const Options* o) {
     const char* const values[][2] = {{"prompt-file", o->prompt_file}, {"eval", o->eval}, {"eval-out", o->eval_out}};
     const char* all = "";
     for (int i = 0; i < 3; i++) {
-        if (*values[i][1]) all = text_kept("%s --%s %s", all, values[i][0], shell_word(values[i][1]));
+        if (*values[i][1]) text_add(&all, " --%s %s", values[i][0], shell_word(values[i][1]));
     }
     return *o->eval ? text_kept("%s --eval-every %lld", all, o->eval_every) : all;
 }
@@ -186,34 +181,29 @@ bool run_folder_asks_save(RunFolder* run) {
     return asked && saves;
 }
 
-static void log_begin(RunFolder* run, const char* type) {
+FILE* run_log_begin(RunFolder* run, const char* type) {
+    if (run->quiet) return NULL;
     fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
             (long long)run->state.step, (long long)run->state.tokens, seconds_now() - run->started);
+    return run->log;
 }
 
-static bool log_end(RunFolder* run) {
+bool run_log_end(RunFolder* run) {
+    fputs("}\n", run->log);
     return fflush(run->log) == 0 ||
            data_error(run->error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
                       strerror(errno), run_last_checkpoint(run));
 }
 
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values) {
-    if (run->quiet) return true;
-    log_begin(run, type);
+    FILE* log = run_log_begin(run, type);
     bool finite = true;
-    for (int i = 0; i < count; i++) {
-        json_write_number_member(run->log, ", ", names[i], values[i]);
+    for (int i = 0; i < count && log; i++) {
+        json_write_number_member(log, ", ", names[i], values[i]);
         finite = finite && isfinite(values[i]);
     }
-    fputs(finite ? "}\n" : ", \"nonfinite\": true}\n", run->log);
-    return log_end(run);
-}
-
-bool run_log_members(RunFolder* run, const char* type, const char* members) {
-    if (run->quiet) return true;
-    log_begin(run, type);
-    fprintf(run->log, ", %s}\n", members);
-    return log_end(run);
+    if (!finite) fputs(", \"nonfinite\": true", log);
+    return !log || run_log_end(run);
 }
 
 // Writes the command that started this process, as a shell reads it.
@@ -250,13 +240,10 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     gethostname(host, sizeof(host) - 1);
     strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
     FILE* log = run->log;
-    json_write_text_member(log, "{", "type", "config");
-    json_write_text_member(log, ", ", "version", NIBBLE_VERSION);
-    json_write_text_member(log, ", ", "commit", NIBBLE_COMMIT);
-    json_write_text_member(log, ", ", "build", NIBBLE_BUILD);
-    json_write_text_member(log, ", ", "started", date);
-    json_write_text_member(log, ", ", "host", host);
-    json_write_text_member(log, ", ", "device", device);
+    const char* const facts[][2] = {{"type", "config"},      {"version", NIBBLE_VERSION}, {"commit", NIBBLE_COMMIT},
+                                    {"build", NIBBLE_BUILD}, {"started", date},           {"host", host},
+                                    {"device", device}};
+    for (int i = 0; i < 7; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
     write_driver(log);
     write_command(log);
     fputs(", \"options\": ", log);

@@ -62,7 +62,9 @@ bool run_folder_asks_save(RunFolder* run);
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values);
 // Writes the first line: the program; where, when and how it was started; all options; sizes of the model and tokens.
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
-// Writes a line of this type with other members, which are given as JSON.
-bool run_log_members(RunFolder* run, const char* type, const char* members);
+// Begins a line of this type, to which the caller adds members, ", NAME: VALUE", and then calls run_log_end. NULL on
+// ranks that write nothing.
+FILE* run_log_begin(RunFolder* run, const char* type);
+bool run_log_end(RunFolder* run);
 
 C_LINKAGE_END

@@ -283,8 +283,7 @@ struct OptimResume {
     double lr;           // becomes larger or smaller as a new rule wants it unless it was typed
     bool v_typed, lr_typed, overrides_typed;
     const struct Json *options, *formats;  // of the checkpoint
-    char* changed;                         // receives the changed options, for the banner
-    size_t changed_bytes;
+    const char* changed;                   // to which the changed options are added, for the banner
     const char* asked;  // receives the overrides that the user asked for, for the next checkpoint; "": none were typed
     bool other_rule;    // receives true if the rule is not the checkpoint's
 };

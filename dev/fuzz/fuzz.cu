@@ -147,7 +147,6 @@ static void fuzz_state(FuzzInput input) {
     merge.options = &options, merge.state = state, merge.saved = json_get(state, "options");
     if (!resume_options(&merge, error)) demand_sentence(error);
     resume_optim(&options, &merge);
-    demand(strlen(merge.changed) < sizeof(merge.changed));
     const RunState none = {};
     run_state_read(state, &none);
     json_free(state);

@@ -1,33 +1,18 @@
-// Tests of model folders as other programs write them: tensors, several files, tokenizers, config.json, sizes. Folders
-// that ./train meets in other ways: commands.txt.
+// Tests of model folders as other programs write them: tensors, several files, tokenizers, sizes. Folders that ./train
+// meets in other ways: commands.txt.
+#include <vector>
+
 #include "../../data/gpt2_config.h"
 #include "../../data/model_folder.h"
 #include "../../data/tokenizer.h"
 #include "cli.h"
 #include "tensors.h"
 
-// Makes a model of a checkpoint. Returns its path.
-static const char* copy_model(const char* work, const char* name, const char* from) {
-    const char* to = joined(work, name);
-    mkdir(to, 0755);
-    for (const char* file : {"config.json", "model.safetensors"}) {
-        int64_t bytes;
-        const char* text = contents(from, file, &bytes);
-        write_bytes(to, file, text, (size_t)bytes);
-    }
-    return to;
-}
-
 static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
 
-static const char* train_bytes(Test* test, const char* work) {
-    train_well(BRIEF "/used --steps 1", work, work);
-    return joined(work, "used/step_00000001");
-}
-
 // A file that becomes shorter while it is in use is an error and no signal. (Data: cli_data_is_cut.)
-FOLDER_TEST(folders_cut_while_read) {
-    const char* path = joined(work, "x.safetensors");
+DATA_TEST(folders_cut_while_read) {
+    const char* path = joined(folder, "x.safetensors");
     static float values[1 << 16];
     SafetensorsTensor entry = tensor_of("x", "BF16", {1 << 16});
     SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, nullptr, error);
@@ -36,121 +21,116 @@ FOLDER_TEST(folders_cut_while_read) {
     expect(safetensors_open(&file, path, error), "%s", error);
     expect(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), "%s", error);
     if (truncate(path, 5000) != 0) abort();
-    expect(!safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error) && strstr(error, "cut short"), "%s",
-           error);
+    expect_refused(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), error, "cut short");
     safetensors_close(&file);
 }
 
-struct Added {
-    const char *name, *dtype;
-    int64_t shape[4];
-    int dims;
-    int head;  // lm_head: 1 equal to the embedding, 2 different in one value
+// The tensors of a GPT-2 of one layer, and one more where `added` has a name.
+struct SmallModel {
+    ModelTensor* tensors = nullptr;
+    const int count = model_tensors(1, 64, 32, 256, 256, &tensors);
+
+    // Writes the tensors from `first` to `last` in bf16, and `added`: with zeros, or with the embedding's values and
+    // `different` in the last one.
+    void write(const char* path, int first, int last, const SafetensorsTensor* added, bool as_wte,
+               int different) const {
+        static uint16_t values[256 * 64 * 4];
+        std::vector<SafetensorsTensor> entries;
+        for (int t = first; t < last; t++) {
+            SafetensorsTensor entry = tensor_of(formatted("transformer.%s", tensors[t].name), "BF16", {});
+            entry.dims = model_tensor_shape(&tensors[t], entry.shape);
+            entries.push_back(entry);
+        }
+        if (added) entries.push_back(*added);
+        SafetensorsWriter* writer = safetensors_begin(path, entries.data(), (int)entries.size(), "pt", error);
+        for (size_t i = 0; i < entries.size(); i++) {
+            const bool own = added && i + 1 == entries.size();
+            int64_t n = 1;
+            for (int d = 0; d < entries[i].dims; d++) n *= entries[i].shape[d];
+            for (int64_t j = 0; j < n; j++)  // small bf16 values that depend on the tensor and the place
+                values[j] = own && !as_wte ? 0 : (uint16_t)(0x3c00 + (own ? 0 : first + i) * 7 + j % 97);
+            if (own) values[n - 1] += (uint16_t)different;
+            if (!safetensors_write(writer, values, n * safetensors_dtype_bytes(entries[i].dtype))) abort();
+        }
+        if (!safetensors_finish(writer, nullptr, nullptr)) abort();
+    }
+
+    bool opens(Safetensors* model, const char* folder) const {
+        return model_folder_open(model, folder, tensors, count, 1, error);
+    }
 };
 
-// Writes the tensors of FROM/model.safetensors from number `first` to number `last`, and `added`, into a file.
-static void rewrite(const char* from, const char* to, int first, int last, const Added* added) {
-    Safetensors file;
-    if (!safetensors_open(&file, joined(from, "model.safetensors"), error)) abort();
-    SafetensorsTensor entries[64];
-    int count = 0;
-    for (int t = 0; t < file.count; t++) {
-        const SafetensorsTensor* tensor = &file.tensors[t];
-        if (t < first || t >= last) continue;
-        entries[count++] = *tensor;
-    }
-    if (added) {
-        entries[count] = tensor_of(added->name, added->dtype, {});
-        entries[count].dims = added->dims;
-        memcpy(entries[count++].shape, added->shape, sizeof(added->shape));
-    }
-    SafetensorsWriter* writer = safetensors_begin(to, entries, count, "pt", error);
-    char* bytes = (char*)calloc(1, 1 << 20);
-    for (int t = first; t < last && t < file.count; t++) {
-        if (!safetensors_read(&file, &file.tensors[t], 0, file.tensors[t].bytes, bytes, error)) abort();
-        if (!safetensors_write(writer, bytes, file.tensors[t].bytes)) abort();
-    }
-    if (added) {
-        const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");
-        int64_t size = strcmp(added->dtype, "U8") == 0 ? 1 : strcmp(added->dtype, "BF16") == 0 ? 2 : 4;
-        for (int d = 0; d < added->dims; d++) size *= added->shape[d];
-        memset(bytes, 0, 1 << 20);
-        if (added->head && !safetensors_read(&file, wte, 0, wte->bytes, bytes, error)) abort();
-        if (added->head == 2) bytes[wte->bytes - 1] ^= 1;
-        if (!safetensors_write(writer, bytes, size)) abort();
-    }
-    if (!safetensors_finish(writer, nullptr, nullptr)) abort();
-    safetensors_close(&file);
-}
-
 // Every tensor is used, or known to be none of the weights, or refused by name.
-FOLDER_TEST(folders_unused_tensors) {
-    const char* from = train_bytes(test, work);
-    const std::tuple<Added, bool> cases[] = {
-        {{"lm_head.weight", "BF16", {256, 64}, 2, 1}, true},
-        {{"lm_head.weight", "BF16", {256, 64}, 2, 2}, false},
-        {{"lm_head.weight", "BF16", {64, 256}, 2, 1}, false},
-        {{"lm_head.weight", "U8", {4}, 1, 0}, false},
-        {{"lm_head.bias", "F32", {256}, 1, 0}, false},
-        {{"transformer.h.0.attn.bias", "U8", {1, 1, 32, 32}, 4, 0}, true},
-        {{"h.0.attn.masked_bias", "F32", {}, 0, 0}, true},
-        {{"h.1.attn.bias", "U8", {1, 1, 32, 32}, 4, 0}, false},
-        {{"transformer.h.1.ln_1.weight", "F32", {64}, 1, 0}, false},
-        {{"wte.weight", "BF16", {256, 64}, 2, 1}, false},  // the other one is used
-        {{"transformer.h.0.attn.c_attn.weight_scale", "F32", {1}, 1, 0}, false},
-        {{"score.weight", "F32", {2, 64}, 2, 0}, false},
+DATA_TEST(folders_unused_tensors) {
+    const SmallModel small;
+    const struct {
+        SafetensorsTensor added;
+        bool good, as_wte;
+        int different;
+    } cases[] = {
+        {tensor_of("lm_head.weight", "BF16", {256, 64}), true, true, 0},
+        {tensor_of("lm_head.weight", "BF16", {256, 64}), false, true, 1},
+        {tensor_of("lm_head.weight", "BF16", {64, 256}), false, true, 0},
+        {tensor_of("lm_head.weight", "U8", {4}), false, false, 0},
+        {tensor_of("lm_head.bias", "F32", {256}), false, false, 0},
+        {tensor_of("transformer.h.0.attn.bias", "U8", {1, 1, 32, 32}), true, false, 0},
+        {tensor_of("h.0.attn.masked_bias", "F32", {}), true, false, 0},
+        {tensor_of("h.1.attn.bias", "U8", {1, 1, 32, 32}), false, false, 0},
+        {tensor_of("transformer.h.1.ln_1.weight", "F32", {64}), false, false, 0},
+        {tensor_of("wte.weight", "BF16", {256, 64}), false, true, 0},  // the other one is used
+        {tensor_of("transformer.h.0.attn.c_attn.weight_scale", "F32", {1}), false, false, 0},
+        {tensor_of("score.weight", "F32", {2, 64}), false, false, 0},
     };
-    const char* folder = copy_model(work, "m", from);
-    for (const auto& [added, good] : cases) {
-        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &added);
-        run_train(sample, "--sample a --sample-tokens 2 --model %s", folder);
-        run_train(train, QUICK " --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", work, work, folder);
-        for (Child* child : {&sample, &train}) {
-            if (good) expect_code(*child, 0);
-            if (!good) expect_error(test, child, added.name, added.name, "model.safetensors holds");
-        }
-        remove_tree(joined(work, "new"));
+    for (const auto& item : cases) {
+        Safetensors model;
+        small.write(joined(folder, "model.safetensors"), 0, small.count, &item.added, item.as_wte, item.different);
+        if (item.good) expect(small.opens(&model, folder), "%s: %s", item.added.name, error);
+        if (item.good) continue;
+        expect_refused(small.opens(&model, folder), error, item.added.name);
+        expect(strstr(error, "model.safetensors holds"), "%s", error);
     }
 }
-
-static const char INDEX_JSON[] = "model.safetensors.index.json";
 
 // Several files with an index are one model; what the index says must hold.
-FOLDER_TEST(folders_several_files) {
-    const char *from = train_bytes(test, work), *folder = copy_model(work, "m", from);
+DATA_TEST(folders_several_files) {
+    const SmallModel small;
     const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
-    rewrite(from, joined(folder, one), 0, 5, nullptr), rewrite(from, joined(folder, two), 5, 64, nullptr);
-    unlink(joined(folder, "model.safetensors"));
-    Safetensors file;
-    expect(safetensors_open(&file, joined(from, "model.safetensors"), error), "%s", error);
     auto index = [&](const char* odd, const char* odd_file) {
-        FILE* out = fopen(joined(folder, INDEX_JSON), "w");
-        fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
-        for (int t = 0; t < file.count; t++)
-            fprintf(out, "%s\"%s\": \"%s\"", t ? ", " : "", file.tensors[t].name, t < 5 ? one : two);
-        if (odd) fprintf(out, ", \"%s\": \"%s\"", odd, odd_file);
-        fprintf(out, "}}");
-        fclose(out);
+        write_text(folder, "model.safetensors.index.json", printed([&](FILE* out) {
+                       fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {\"%s\": \"%s\"", odd,
+                               odd_file);
+                       for (int t = 0; t < small.count; t++)
+                           fprintf(out, ", \"transformer.%s\": \"%s\"", small.tensors[t].name, t < 5 ? one : two);
+                       fputs("}}", out);
+                   }));
     };
-    index(nullptr, nullptr);
-    run_train(whole, "--sample the --sample-tokens 9 --model %s", from);
-    run_train(parts, "--sample the --sample-tokens 9 --model %s", folder);
-    expect(strcmp(OUT(whole), OUT(parts)) == 0, "'%s' and '%s'", OUT(whole), OUT(parts));
-    train_well(QUICK " --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", work, work, folder);
-    expect_equal_files(test, from, joined(work, "new/step_00000000"), "model.safetensors");
+    Safetensors whole, parts;
+    small.write(joined(folder, "model.safetensors"), 0, small.count, nullptr, false, 0);
+    expect(small.opens(&whole, folder), "%s", error);
+    unlink(joined(folder, "model.safetensors"));
+    small.write(joined(folder, one), 0, 5, nullptr, false, 0);
+    small.write(joined(folder, two), 5, small.count, nullptr, false, 0);
+    index("transformer.wte.weight", one);
+    expect(small.opens(&parts, folder), "%s", error);
+    for (int t = 0; t < small.count; t++) {
+        static float a[256 * 64], b[256 * 64];
+        const ModelTensor* tensor = &small.tensors[t];
+        expect(model_folder_read(&whole, tensor, a, error) && model_folder_read(&parts, tensor, b, error), "%s", error);
+        expect(memcmp(a, b, tensor->rows * tensor->cols * sizeof(float)) == 0, "%s differs", tensor->name);
+    }
     const char* const odd[][3] = {{"x", one, "holds no tensor x"},
                                   {"x", "../m/model-00001-of-00002.safetensors", "no name of a file"},
                                   {"x", "none.safetensors", "none.safetensors: No such file"},
                                   {"x", "", "no name of a file"}};
     for (const auto& item : odd) {
         index(item[0], item[1]);
-        refused(item[1], item[2], "", "--sample a --model %s", folder);
+        expect_refused(small.opens(&parts, folder), error, item[2]);
     }
-    write_text(folder, INDEX_JSON, "{\"weight_map\": []}");
-    refused("an empty index", "holds no weight_map", INDEX_JSON, "--sample a --model %s", folder);
-    index(nullptr, nullptr);
-    rewrite(from, joined(folder, two), 4, 64, nullptr);
-    refused("a tensor in two files", "both hold the tensor", file.tensors[4].name, "--sample a --model %s", folder);
+    write_text(folder, "model.safetensors.index.json", "{\"weight_map\": []}");
+    expect_refused(small.opens(&parts, folder), error, "model.safetensors.index.json holds no weight_map");
+    index("transformer.wte.weight", one);
+    small.write(joined(folder, two), 4, small.count, nullptr, false, 0);
+    expect_refused(small.opens(&parts, folder), error, "both hold the tensor");
 }
 
 static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
@@ -190,16 +170,24 @@ FOLDER_TEST(folders_tokenizer_json) {
     }
 }
 
-// The vocabulary of bytes is there for transformers, which reads it as we do: each byte is its number.
-FOLDER_TEST(folders_tokenizer_of_bytes) {
-    expect(tokenizer_write_bytes(work, error), "%s", error);
-    Tokenizer* bytes = tokenizer_open(work, error);
-    int tokens[256];
-    char text[256];
-    for (int i = 0; i < 256; i++) text[i] = (char)i;
-    expect(bytes && tokenizer_tokens(bytes) == 256 && tokenizer_encode(bytes, text, 256, tokens, 256) == 256, "%s",
-           error);
-    for (int i = 0; i < 256; i++) expect(tokens[i] == i, "byte %d is token %d", i, tokens[i]);
+// Each byte is its number, in the program and in the files that transformers reads.
+DATA_TEST(folders_tokenizer_of_bytes) {
+    expect(tokenizer_write_bytes(folder, error), "%s", error);
+    for (const char* of : {(const char*)nullptr, "", folder}) {
+        Tokenizer* bytes = tokenizer_open(of, error);
+        int tokens[256], length = 0;
+        char text[256];
+        for (int i = 0; i < 256; i++) text[i] = (char)i;
+        expect(bytes && tokenizer_tokens(bytes) == 256 && tokenizer_end(bytes) == -1, "%s", error);
+        expect(tokenizer_encode(bytes, text, 256, tokens, 256) == 256, "256 bytes are as many tokens");
+        for (int i = 0; i < 256; i++) {
+            const char* byte = tokenizer_decode(bytes, i, &length);
+            expect(tokens[i] == i && length == 1 && *byte == text[i], "byte %d is token %d", i, tokens[i]);
+        }
+        expect(tokenizer_encode(bytes, "bcd", 3, tokens, 1) == 3 && tokens[0] == 'b' && tokens[1] == 1, "at most 1");
+        tokenizer_decode(bytes, 256, &length);
+        expect(length == 0, "no token 256");
+    }
 }
 
 // Sizes give GPT-3's shapes where its table has them, and elsewhere nearly as many parameters as asked for in heads

@@ -236,72 +236,67 @@ DATA_TEST(data_loader_split) {
     expect_refused(loader_open(&train, 0, T, 1, true, 0, {0, 0}, malloc, free, error), error, "impossible");
 }
 
-// Expects the first token of every window, which tells which files were taken and in which order.
-static void expect_firsts(Test* test, const char* path, DatasetPart part, int T, int64_t windows, const int* first) {
-    const Dataset data = open_data(test, path, part, 0.25, T);
-    int tokens[64], targets[64];
-    expect(dataset_windows(&data, T) == windows, "%lld windows", (long long)dataset_windows(&data, T));
-    for (int64_t w = 0; w < windows && w < dataset_windows(&data, T); w++) {
-        expect(dataset_window(&data, T, w, tokens, targets, error), "%s", error);
-        expect(tokens[0] == first[w], "window %lld begins with %d, not %d", (long long)w, tokens[0], first[w]);
-    }
+// Opens what the pattern names in a folder, and expects the first token of every window, which tells which files were
+// taken and in which order, or a refusal.
+static void expect_opens(Test* test, const char* folder, const char* pattern, DatasetPart part, const char* want) {
+    Dataset data;
+    const char* path = *pattern ? joined(folder, pattern) : folder;
+    const bool opened = dataset_open(&data, path, DATA_AUTO, part, 0.25, 10, error);
+    const char* firsts = printed([&](FILE* file) {
+        int tokens[10], targets[10];
+        for (int64_t w = 0; opened && w < dataset_windows(&data, 10); w++)
+            fprintf(file, "%s%d", w ? " " : "", dataset_window(&data, 10, w, tokens, targets, error) ? tokens[0] : -1);
+    });
+    expect(opened ? strcmp(firsts, want) == 0 : data.file == NULL && strstr(error, want) != NULL, "%s: '%s', want '%s'",
+           pattern, opened ? firsts : error, want);
 }
 
 DATA_TEST(data_loader_glob) {
-    enum { T = 10 };
-    put_shard(joined(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
-    put_shard(joined(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
-    put_shard(joined(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
-    const int all[] = {0, 10, 20, 100, 110, 200, 210, 220, 230};
-    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_WHOLE, T, 9, all);
+    const auto shard = [&](const char* name, int first, int tokens) {
+        put_shard(joined(folder, name), first, tokens, identity);
+    };
+    shard("c_train_1.bin", 100, 25), shard("c_train_0.bin", 0, 31), shard("c_train_2.bin", 200, 41);
+    const char* all = "0 10 20 100 110 200 210 220 230";
+    expect_opens(test, folder, "c_train_*.bin", DATASET_WHOLE, all);
     // No c_val_*: a quarter of the first shard is 7.75 tokens, less than a window, which the second gives with
     // its 6.25.
-    const int rest[] = {0, 10, 20, 100, 200, 210, 220, 230}, tail[] = {111};
-    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 8, rest);
-    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 1, tail);
-    put_shard(joined(folder, "c_val_0.bin"), 300, 21, identity);
-    const int validation[] = {300, 310};
-    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 9, all);
-    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 2, validation);
+    expect_opens(test, folder, "c_train_*.bin", DATASET_TRAIN, "0 10 20 100 200 210 220 230");
+    expect_opens(test, folder, "c_train_*.bin", DATASET_VALIDATION, "111");
+    shard("c_val_0.bin", 300, 21);
+    expect_opens(test, folder, "c_train_*.bin", DATASET_TRAIN, all);
+    expect_opens(test, folder, "c_train_*.bin", DATASET_VALIDATION, "300 310");
     // A pattern whose validation twin would catch training files falls back to the tail.
-    expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, validation);
-    put_shard(joined(folder, "interval_train_9.bin"), 400, 31, identity);
-    const int ends[] = {111, 413};
-    expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, ends);
-    expect_not_opened(test, joined(folder, "none*"), DATASET_TRAIN, 0.1, T, "no file matches");
+    expect_opens(test, folder, "*train*.bin", DATASET_VALIDATION, "300 310");
+    shard("interval_train_9.bin", 400, 31);
+    expect_opens(test, folder, "*train*.bin", DATASET_VALIDATION, "111 413");
+    expect_opens(test, folder, "none*", DATASET_TRAIN, "no file matches");
     put_text(joined(folder, "c_train_3.txt"), "some text, long enough for a window");
-    expect_not_opened(test, joined(folder, "c_train_*"), DATASET_WHOLE, 0.1, T, "name one kind");
+    expect_opens(test, folder, "c_train_*", DATASET_WHOLE, "name one kind");
     put_text(joined(folder, "d.txt"), "some more text, long enough for a window");
-    const Dataset data = open_data(test, joined(folder, "*.txt"), DATASET_WHOLE, 0, T);
-    expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
+    expect_opens(test, folder, "*.txt", DATASET_WHOLE, "115 32 103 115 116 32");
 }
 
 DATA_TEST(data_loader_folder) {
-    enum { T = 10 };
     put_text(joined(folder, "notes.txt"), "notes");
-    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "holds no train_*.bin");
+    expect_opens(test, folder, "", DATASET_TRAIN, "holds no train_*.bin");
     put_shard(joined(folder, "val_000000.bin"), 300, 21, identity);
-    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "no train_*.bin to train on");
+    expect_opens(test, folder, "", DATASET_TRAIN, "no train_*.bin to train on");
     put_shard(joined(folder, "train_000000.bin"), 0, 31, identity);
     put_shard(joined(folder, "train_000001.bin"), 100, 25, identity);
-    const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
-    expect_firsts(test, folder, DATASET_TRAIN, T, 5, train);
-    expect_firsts(test, folder, DATASET_VALIDATION, T, 2, validation);
-    expect_firsts(test, folder, DATASET_WHOLE, T, 7, train);
-    Dataset data = open_data(test, folder, DATASET_TRAIN, 0.1, T);
+    expect_opens(test, folder, "", DATASET_TRAIN, "0 10 20 100 110");
+    expect_opens(test, folder, "", DATASET_VALIDATION, "300 310");
+    expect_opens(test, folder, "", DATASET_WHOLE, "0 10 20 100 110 300 310");
+    Dataset data = open_data(test, folder, DATASET_TRAIN, 0.1, 10);
     expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": 320, \"tokenizer\": \"gpt2\"}");
     put_text(joined(folder, "vocab.json"), "{}");
-    put_text(joined(folder, "merges.txt"), "");
-    const std::tuple<const char*, DatasetPart> opened[] = {{folder, DATASET_TRAIN},
-                                                           {folder, DATASET_VALIDATION},
-                                                           {folder, DATASET_WHOLE},
-                                                           {joined(folder, "train_*.bin"), DATASET_WHOLE},
-                                                           {joined(folder, "val_000000.bin"), DATASET_WHOLE}};
-    for (const auto& [path, part] : opened) {
-        data = open_data(test, path, part, 0.1, T);
-        expect(data.vocabulary == 320 && data.bytes_per_token == 0, "%s: %g", path, data.bytes_per_token);
-        expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
+    for (const char* path : {folder, joined(folder, "train_*.bin"), joined(folder, "val_000000.bin")}) {
+        for (DatasetPart part : {DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE}) {
+            if (path != folder && part != DATASET_WHOLE) continue;
+            data = open_data(test, path, part, 0.1, 10);
+            expect(data.vocabulary == 320 && data.bytes_per_token == 0, "%s: %g", path, data.bytes_per_token);
+            expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
+        }
     }
 }
 
@@ -411,26 +406,6 @@ DATA_TEST(data_loader_over_2_gib) {
         windows = dataset_windows(&data, T);
         expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
         dataset_close(&data);
-    }
-}
-
-TEST(data_tokenizer_bytes) {
-    for (const char* folder : {(const char*)NULL, ""}) {
-        Tokenizer* tokenizer = tokenizer_open(folder, error);
-        expect(tokenizer, "%s", error);
-        expect(tokenizer_vocabulary(tokenizer) == 256 && tokenizer_end(tokenizer) == -1, "size");
-        int tokens[4] = {-1, -1, -1, -1}, bytes = 0;
-        expect(tokenizer_encode(tokenizer, "a\0\xFF", 3, tokens, 4) == 3, "count");
-        expect(tokens[0] == 'a' && tokens[1] == 0 && tokens[2] == 255 && tokens[3] == -1, "tokens");
-        expect(tokenizer_encode(tokenizer, "bcd", 3, tokens, 1) == 3 && tokens[0] == 'b' && tokens[1] == 0,
-               "at most 1");
-        for (int b = 0; b < 256; b++) {
-            const char* text = tokenizer_decode(tokenizer, b, &bytes);
-            expect(bytes == 1 && (unsigned char)text[0] == b, "byte %d", b);
-        }
-        tokenizer_decode(tokenizer, 256, &bytes);
-        expect(bytes == 0, "no token 256");
-        tokenizer_close(tokenizer);
     }
 }
 

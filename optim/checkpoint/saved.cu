@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "../../data/json.h"
+#include "../../data/memory.h"
 #include "../../kernels/ranks/collect.cuh"
 #include "../made.h"
 
@@ -184,14 +185,6 @@ bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, co
 
 // Resuming.
 
-__attribute__((format(printf, 2, 3))) static void changed(OptimResume* resume, const char* format, ...) {
-    const size_t used = strlen(resume->changed);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(resume->changed + used, resume->changed_bytes - used, format, arguments);
-    va_end(arguments);
-}
-
 // Resolves a copy of the options with other overrides into *config; returns false if they are invalid.
 static bool tried(const OptimResume* resume, const char* overrides, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
@@ -214,7 +207,8 @@ static void resume_rule(OptimResume* resume) {
     resume->other_rule = strcmp(before, config.rule) != 0;
     const double old = optim_usual_rate(before), usual = optim_usual_rate(config.rule);
     if (resume->lr_typed || old == usual) return;
-    changed(resume, " --lr %g for %s (was %g, for %s)", resume->lr * usual / old, config.rule, resume->lr, before);
+    text_add(&resume->changed, " --lr %g for %s (was %g, for %s)", resume->lr * usual / old, config.rule, resume->lr,
+             before);
     resume->lr *= usual / old;
 }
 
@@ -239,9 +233,9 @@ static void resume_overrides(OptimResume* resume, const char* added) {
     if (!tried(resume, resume->config.overrides, &config)) return;
     const size_t length = strlen(config.overrides);
     if (strncmp(config.overrides, had, length) != 0 || (had[length] && strcmp(had + length, added) != 0)) {
-        changed(resume, " --override %s (was %s)", config.overrides, had);
+        text_add(&resume->changed, " --override %s (was %s)", config.overrides, had);
     } else if (!resume->overrides_typed && *resume->asked && other && has_own) {
-        changed(resume, " --override %s (the run's, not %s's)", had, preset);
+        text_add(&resume->changed, " --override %s (the run's, not %s's)", had, preset);
     }
 }
 

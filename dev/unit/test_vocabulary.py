@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""Tests of the vocabularies and the evaluation files of data/prepare.py, as test_prepare.py has those of shards.
+
+    python dev/unit/test_vocabulary.py [-k SUBSTRING]
+
+One case uses GPT-2's own vocabulary, from the folder that NIBBLE_GPT2 names.
+"""
+
+import json
+import os
+import random
+import struct
+import sys
+import time
+from pathlib import Path
+
+from cases import run_cases
+from test_prepare import NOWHERE, Case, byte_names, encode_by_c, joined, library, missing, sample, write_vocabulary
+
+if not missing():
+    from crc32c import crc32c
+
+class EvaluationFile:
+    """Reads NAME.eval as data/README.md describes it, and checks every length and the checksum."""
+
+    def __init__(self, path):
+        data = Path(path).read_bytes()
+        head = struct.unpack("<8s6IQI16xI", data[:64])
+        magic, version, self.kind, self.vocabulary, self.fingerprint, examples, rows, tokens, longest, crc = head
+        assert (magic, version) == (b"nib-eval", 1)
+        assert len(data) == 64 + 8 * examples + 16 * rows + 2 * tokens
+        assert crc == crc32c(data[:60] + data[64:])
+        self.examples = list(struct.iter_unpack("<II", data[64 : 64 + 8 * examples]))
+        table = list(struct.iter_unpack("<4I", data[64 + 8 * examples : 64 + 8 * examples + 16 * rows]))
+        stream = memoryview(data[64 + 8 * examples + 16 * rows :]).cast("H").tolist()
+        self.rows, at = [], 0  # (tokens of the context, of the continuation, characters, bytes)
+        for context, continuation, characters, size in table:
+            both = stream[at : at + context + continuation]
+            self.rows.append((both[:context], both[context:], characters, size))
+            at += context + continuation
+        assert at == tokens and sum(count for count, _ in self.examples) == rows
+        assert longest == max(len(row[0]) + len(row[1]) for row in self.rows)
+
+
+HELLASWAG = {
+    "activity_label": "Baking",
+    "ctx_a": "[header] How [title] Mix.  Then",
+    "ctx_b": "the MAN",
+    "ctx": "not used",
+    "endings": ["runs. [substeps] Stop", " é"],
+    "label": "1",
+}
+MIX, THE = "Baking: How. Mix. Then The man", "[a]  the"
+QUESTIONS = (  # line, [(context, continuation, characters, bytes)] with None for <|endoftext|>, which is right
+    (HELLASWAG, [(MIX, " runs. Stop", 10, 10), (MIX, " é", 1, 2)], 1),
+    ({"ctx": THE, "endings": ["in", "re"], "label": 0}, [(THE, " in", 2, 2), (THE, " re", 2, 2)], 0),
+    ({"context": "the \n", "choices": ["and"], "answer": 0}, [("the", " \n and", 3, 3)], 0),
+    ({"context": "", "choices": ["the", "日本"], "answer": 1}, [(None, " the", 3, 3), (None, " 日本", 2, 6)], 1),
+    ({"context": " \n", "choices": ["a"], "answer": 0}, [(None, " \n a", 1, 1)], 0),
+    ({"text": "in the end"}, [("in the", " end", 3, 3)], 0),
+    ({"text": "end"}, [(None, " end", 3, 3)], 0),
+    ({"context": "in", "continuation": "the"}, [("in", " the", 3, 3)], 0),
+)
+
+
+def test_evaluation_files(case):
+    assert crc32c(b"123456789") == 0xE3069283
+    lines = {kind: "" for kind in (0, 1)}
+    want = {kind: [] for kind in (0, 1)}
+    for record, rows, answer in QUESTIONS:
+        kind = int("text" in record or "continuation" in record)
+        lines[kind] += json.dumps(record) + "\n\n"
+        want[kind].append((rows, answer))
+    choices, words = case.write("c.jsonl", lines[0]), case.write("words.odd.jsonl.xz", lines[1])
+    done = case.run("--eval", f"choices={choices}", words, "--out", "o")
+    assert done.returncode == 0 and "o/choices.eval: 5 questions, 8 rows, " in done.stdout, done
+    names = {name: byte for byte, name in byte_names().items()}
+    tokens = json.loads((case.folder / "vocabulary" / "encoder.json").read_text("utf-8"))
+    end = tokens["<|endoftext|>"]
+    text = {number: bytes(names[c] for c in name) for name, number in tokens.items()}
+    listed = b"".join(struct.pack("<I", len(text[i])) + text[i] for i in range(case.vocabulary))
+    for kind, name in enumerate(("choices", "words")):
+        file = EvaluationFile(case.folder / "o" / f"{name}.eval")
+        assert (file.kind, file.vocabulary, file.fingerprint) == (kind, case.vocabulary, crc32c(listed))
+        assert file.examples == [(len(rows), answer) for rows, answer in want[kind]]
+        rows = iter(file.rows)
+        for expected, _ in want[kind]:
+            for context, continuation, characters, size in expected:
+                got = next(rows)
+                assert got[2:] == (characters, size), (got, continuation)
+                assert got[0] == [end] if context is None else b"".join(text[t] for t in got[0]) == context.encode()
+                assert b"".join(text[t] for t in got[1]) == continuation.encode(), (got, continuation)
+    case.refuse("choices.eval: exists already", "--eval", f"choices={choices}", "--out", "o")
+    done = case.run("--eval", f"choices={choices}", "--out", "o", "--force")
+    assert done.returncode == 0, done.stderr
+    # The merges of the whole count, not those of the continuation alone: " the" is one token.
+    file = EvaluationFile(case.folder / "o" / "words.eval")
+    assert file.rows[2][1] == [tokens["Ġthe"]] and file.rows[0][0] == [tokens["in"], tokens["Ġthe"]]
+    bytes_ = case.write("b.jsonl", json.dumps({"text": "is é"}))
+    # Without --out each vocabulary has a folder of its own.
+    for _ in range(2):
+        done = case.run("--eval", bytes_, "--force", "--tokenizer", "bytes", vocabulary=None)
+        assert "data/eval/256-794ecc1a/b.eval: " in done.stdout and case.run("--eval", words, "--force").returncode == 0
+    assert len(list(case.folder.glob("data/eval/*/*.eval"))) == 2
+    done = case.run("--eval", bytes_, "--out", "o", "--tokenizer", "bytes", vocabulary=None)
+    file = EvaluationFile(case.folder / "o" / "b.eval")
+    assert file.rows == [([105, 115], [32, 0xC3, 0xA9], 1, 2)] and file.vocabulary == 256, file.rows
+    assert file.fingerprint == crc32c(b"".join(struct.pack("<IB", 1, b) for b in range(256)))
+
+
+def test_evaluation_errors(case):
+    for i, (line, expected) in enumerate(
+        (
+            ("{", "line 1: not a question ("),
+            ("[1]", "line 1: there are neither context, choices and answer"),
+            ('{"context": "a", "choices": ["b", "c"], "answer": 2}', '"answer" is 2, and not a number from 0 to 1'),
+            ('{"context": "a", "choices": ["b", "c"], "answer": true}', '"answer" is true'),
+            ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
+            ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
+            ('{"context": "a", "choices": 5, "answer": 0}', "line 1: a field of this question is no text or no list"),
+            ('{"context": "a", "choices": "bc", "answer": 0}', "line 1: a field of this question is no text or no list"),
+            ('{"text": null}', "line 1: a field of this question is no text or no list"),
+            ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
+            ("", "there is no question in it"),
+            (json.dumps({"text": "a " * 600000}), "line 1: longer than 1 MiB"),
+            (json.dumps({"context": "a", "choices": ["b"] * 1001, "answer": 0}), "line 1: 1001 choices; give at most 1000"),
+        )
+    ):
+        case.refuse(expected, "--eval", case.write(f"q{i}.jsonl", line))
+    alone = case.write("e.jsonl", '{"text": "a"}')
+    case.refuse("the context is empty", "--eval", alone, "--tokenizer", "bytes", vocabulary=None)
+    case.refuse("no such file", "--eval", "none")
+    (case.folder / "folder").mkdir()
+    case.refuse("folder: not a file; give NAME=FILE.jsonl", "--eval", "a=folder")
+    good = case.write("good.jsonl", '{"text": "in the"}')
+    case.refuse("another file is a too; give each its own NAME", "--eval", f"a={good}", f"a={good}")
+    case.refuse("good.jsonl: the folder cannot be made", "--eval", good, "--out", "good.jsonl")
+    case.refuse("NAME=FILE.jsonl", "--eval", "a b=e.jsonl")
+    for more in (("--val", "e.jsonl"), ("--val-fraction", 0.1), ("--limit-tokens", 9), ("--strict",)):
+        case.refuse(f"leave {more[0]} out", "--eval", "e.jsonl", *more)
+    case.refuse("data/prepare.py --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **NOWHERE)
+    begin, question = time.monotonic(), {**HELLASWAG, "ctx_a": "[" * 400000}
+    assert case.run("--eval", case.write("q.jsonl", json.dumps(question)), "--out", "o").returncode == 0
+    assert time.monotonic() - begin < 20
+
+
+def test_train_bpe(case):
+    """A vocabulary of one's own encodes alike in prepare.py, the tokenizers library and the trainer."""
+    import tokenizers
+
+    documents = [sample(i, 3000) + " thereabouts inside and the andes" * 30 for i in range(20)]
+    text, val = case.write("a.txt", joined(documents)), case.write("v.txt", sample(77, 4000) + "aaaa" * 7 + "    " * 9)
+    corpus = case.prepare(text, "--val", val, "--train-bpe", 400, vocabulary=None)
+    assert corpus.meta["vocabulary"] == 400 and corpus.end == 399 and corpus.meta["val"]["bytes"] > 4000
+    assert corpus.documents("train") == [document + "\n" for document in documents]
+    names = json.loads((corpus.folder / "vocab.json").read_text("utf-8"))
+    assert list(names)[:256] == list(byte_names().values()), "bytes come first, in GPT-2's order"
+    again = case.prepare(text, "--val", val, "--train-bpe", 400, out="again", vocabulary=None)
+    for file in sorted(path.name for path in corpus.folder.iterdir()):
+        assert (corpus.folder / file).read_bytes() == (again.folder / file).read_bytes(), file
+    # The same vocabulary under numbers of another order, as tokenizers' own trainer gives them: <|endoftext|> is 0.
+    other = case.folder / "other"
+    other.mkdir()
+    whole = json.loads((corpus.folder / "tokenizer.json").read_text("utf-8"))
+    moved = {name: (number + 1) % 400 for name, number in names.items()}
+    whole["model"]["vocab"], whole["added_tokens"][0]["id"] = moved, 0
+    (other / "tokenizer.json").write_text(json.dumps(whole), "utf-8")
+    numbered = case.prepare(text, "--val", val, "--tokenizer", "other", out="numbered", vocabulary=None)
+    assert numbered.tokens("train") == [(token + 1) % 400 for token in corpus.tokens("train")]
+    same = case.prepare(text, "--val", val, out="same", vocabulary="out")
+    assert same.tokens("val") == corpus.tokens("val") and (same.folder / "tokenizer.json").exists()
+    loaded = library(case)
+    for folder in (corpus, numbered):
+        whole = tokenizers.Tokenizer.from_file(str(folder.folder / "tokenizer.json"))
+        for part in ("val", "train"):
+            for document in folder.documents(part):
+                want = whole.encode(document).ids
+                assert folder.tokens(part)[1 : len(want) + 1] == want if part == "val" else True
+                if loaded:
+                    assert encode_by_c(loaded, folder.folder, document) == (want, 400, folder.end)
+                else:
+                    assert want
+        assert whole.encode("<|endoftext|>").ids == [folder.end]
+    few = case.write("few.txt", "aa bb " * 50)
+    said = ["fewer tokens than --train-bpe asked for: 26"]
+    case.prepare(few, "--val", val, "--train-bpe", 1000, out="few", said=said, vocabulary=None)
+    for size in ("257", "70000", "-5", "8k"):
+        hint = f"--train-bpe: '{size}' was found; type a whole number from 258 to 65536"
+        case.refuse(hint, text, f"--train-bpe={size}", vocabulary=None)
+    case.refuse("--tokenizer: not allowed with argument --train-bpe", text, "--train-bpe", 300)
+    case.refuse("bytes need no preparation", text, vocabulary="bytes")
+    for key, kind in (("pre_tokenizer", "Whitespace"), ("normalizer", "NFC"), ("model", "WordPiece")):
+        changed = {**json.loads(whole.to_str()), key: {"type": kind}}
+        (other / "tokenizer.json").write_text(json.dumps(changed), "utf-8")
+        case.refuse("other/tokenizer.json: holds no tokenizer of GPT-2's kind", text, vocabulary="other")
+    return None if loaded else "skipped: no C compiler"
+
+
+def test_added_tokens(case):
+    """Tokens that were added to a tokenizer.json are encoded as the tokenizers library does, here and in the trainer."""
+    import tokenizers
+
+    val, other = case.write("v.txt", "in"), case.folder / "other"
+    first = case.prepare(case.write("t.txt", sample(1, 20000)), "--val", val, "--train-bpe", 300, vocabulary=None)
+    whole = tokenizers.Tokenizer.from_file(str(first.folder / "tokenizer.json"))
+    whole.add_tokens(["<tool>", "<tool>x", "né", "   ", "l>x"])
+    whole.add_special_tokens(["<|im|>", "x<to"])
+    other.mkdir()
+    whole.save(str(other / "tokenizer.json"))
+    pieces = ["<tool>", "<tool>x", "né", "   ", "l>x", "<|im|>", "x<to", " the", "<", "ol>", "\n", "a  ", "é"]
+    generator = random.Random(3)
+    texts = ["".join(generator.choices(pieces, k=40)) + "." for _ in range(50)]
+    want = [whole.encode(text).ids for text in texts]
+    corpus = case.prepare(case.write("a.txt", joined(texts)), "--val", val, "--tokenizer", "other", out="o", vocabulary=None)
+    tokens, line = corpus.tokens("train"), whole.encode("\n").ids
+    assert tokens == [token for ids in want for token in [corpus.end, *ids, *line]]
+    assert corpus.meta["vocabulary"] == 307 and corpus.meta["train"]["bytes"] == sum(len(text.encode()) + 1 for text in texts)
+    loaded = library(case)
+    for folder in (other, corpus.folder) if loaded else ():
+        assert all(encode_by_c(loaded, folder, text)[0] == ids for text, ids in zip(texts, want))
+    whole.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    whole.save(str(other / "tokenizer.json"))
+    case.refuse('its added token "<mask>" has lstrip', "a.txt", "--tokenizer", "other", vocabulary=None)
+    return None if loaded else "skipped: no C compiler"
+
+
+def test_vocabulary_under_hugging_face_names(case):
+    write_vocabulary(case.folder / "hf", ("vocab.json", "merges.txt"))
+    val = case.write("v.txt", "in")
+    text = case.write("a.txt", sample(1, 3000))
+    first = case.prepare(text, "--val", val, out="o0")
+    merges = (case.folder / "hf" / "merges.txt").read_text("utf-8")
+    (case.folder / "hf" / "merges.txt").write_text(merges.split("\n", 1)[1].rstrip("\n"), "utf-8")
+    second = case.prepare(text, "--val", val, out="o1", vocabulary="hf")
+    assert first.tokens("train") == second.tokens("train")
+    again = case.prepare(text, "--val", val, out="o2", vocabulary="o1")
+    assert first.tokens("train") == again.tokens("train")
+    assert (again.folder / "merges.txt").read_text("utf-8") == merges
+
+
+def test_vocabulary_errors(case):
+    text = case.write("a.txt", sample(1, 3000))
+    half = case.folder / "half"
+    write_vocabulary(half, ("vocab.json", "merges.txt"))
+    whole = {name: (half / name).read_text("utf-8") for name in ("vocab.json", "merges.txt")}
+    for name in whole:
+        (half / name).unlink()
+        case.refuse("half: holds no vocab.json and merges.txt, ", text, vocabulary="half")
+        for broken in ("", "{", "a b\n"):
+            (half / name).write_text(broken)
+            case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
+        (half / name).write_text(whole[name], "utf-8")
+    for name, number in (("Ġt", -1), ("Ġt", 0.5), ("Ġt", 7), ("\ud800", case.vocabulary)):
+        names = {**json.loads(whole["vocab.json"]), name: number}
+        (half / "vocab.json").write_text(json.dumps(names))
+        case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
+    case.refuse("none: is no folder with vocab.json", text, vocabulary="none")
+    case.refuse("a.txt: is no folder with vocab.json", text, vocabulary="a.txt")
+    case.refuse("or tokenizer.json; give a folder", text, vocabulary=".")
+    for broken in ("", "junk", "[]"):
+        case.write("tokenizer.json", broken)
+        case.refuse("tokenizer.json is no byte-pair vocabulary like GPT-2's; give a folder", text, vocabulary=".")
+    (case.folder / "tokenizer.json").unlink()
+    case.refuse("a.txt/b: the folder cannot be made", text, "--out", "a.txt/b")
+
+
+def test_gpt2_vocabulary(case):
+    if "NIBBLE_GPT2" not in os.environ:
+        return "skipped: set NIBBLE_GPT2 to a folder with GPT-2's vocabulary, such as one that data/prepare.py wrote"
+    val = case.write("v.txt", "Hello world")
+    corpus = case.prepare(case.write("a.txt", sample(1, 20000)), "--val", val, vocabulary=None)
+    assert corpus.tokens("val") == [50256, 15496, 995] and corpus.meta["vocabulary"] == 50257
+    assert corpus.documents("train") == [sample(1, 20000)]
+    loaded = library(case)
+    assert not loaded or encode_by_c(loaded, corpus.folder, sample(1, 20000)) == (corpus.tokens("train")[1:], 50257, 50256)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(globals(), Case, missing()))
