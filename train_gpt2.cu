@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -207,14 +208,12 @@ struct Activations {
 
 template <typename X>
 static int64_t scratch_bytes(const Model* m) {
-    const Config* c = &m->config;
-    int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
-    int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
-                        matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C),
-                        matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
-                        m->uses_fp8 ? fp8_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C) : 0};
-    for (int64_t other : others) bytes = other > bytes ? other : bytes;
-    return bytes;
+    const int C = m->config.C;
+    const int64_t N = (int64_t)m->B * m->T;
+    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
+                     layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
+                     matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C),
+                     m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0});
 }
 
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
@@ -525,13 +524,11 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
     const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
-    int64_t bytes = decoder;
-    for (bool train : {false, backward}) {
-        const int64_t own = fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
-                                 : activations_layout<bf16, float>(m, nullptr, train).bytes;
-        bytes = own > bytes ? own : bytes;
-    }
-    return bytes;
+    const auto bytes = [&](bool train) {
+        return fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
+                    : activations_layout<bf16, float>(m, nullptr, train).bytes;
+    };
+    return std::max({decoder, bytes(false), bytes(backward)});
 }
 
 // Bytes of the residual stream at one place.
@@ -641,7 +638,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     if (m->arena.scales_apart) {
         shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
-        fp8_agree(m->dev, &m->fp8);
+        fp8_event(m->dev, &m->fp8, FP8_AGREE);
     }
     for (int64_t i = 0; i < micro_batches; i++) {
         arena_micro_batch(&m->arena, i, micro_batches);
@@ -656,7 +653,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     if (!m->uses_fp8) return true;
     shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
     shard_all_reduce(m->arena.shard, m->fp8.amax + m->fp8.slots, 1, SHARD_SUM);
-    fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
+    fp8_event(m->dev, &m->fp8, FP8_END, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
     return true;
 }
 

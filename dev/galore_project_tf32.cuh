@@ -229,8 +229,8 @@ struct LowProjectPlan {
 
 // True if these kernels run here.
 inline bool low_project_fits(const Device* dev) {
-    static const bool built = hopper_kernel_is_built(low_project_kernel<float, 3, false, LH_TILE, 4, LowStore>);
-    return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES;
+    return hopper_runs(dev, low_project_kernel<float, 3, false, LH_TILE, 4, LowStore>) &&
+           dev->shared_memory >= LH_SHARED_BYTES;
 }
 
 // The clusters of so many blocks that an H100 or H200 was found to have room for at once, if a block needs a

@@ -50,28 +50,21 @@ inline void attention_query_cpu(float* out /*(HS)*/, float* lse, float* p /*(key
     *lse = largest + logf(sum);
 }
 
-// One head of one sequence.
-inline void attention_forward_head_cpu(float* out /*(T,HS), rows C apart*/, float* lse /*(T)*/,
-                                       const float* q /*(T,HS), rows 3C apart; k and v lie C and 2C behind*/, int T,
-                                       int C, int HS) {
-    const int64_t stride = 3 * (int64_t)C;
-    float* p = (float*)memory_take((size_t)T * sizeof(float));
-    for (int i = 0; i < T; i++) {
-        attention_query_cpu(out + i * (int64_t)C, lse + i, p, q + i * stride, q + C, q + 2 * (int64_t)C, stride, i + 1,
-                            HS);
-    }
-    free(p);
-}
-
 inline void attention_forward_cpu(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const float* qkv /*(B,T,3,NH,HS)*/,
                                   int B, int T, int C, int NH) {
     const int HS = C / NH;
+    const int64_t stride = 3 * (int64_t)C;
 #pragma omp parallel for schedule(static)
     for (int bh = 0; bh < B * NH; bh++) {
-        int64_t first = (int64_t)(bh / NH) * T;  // row of token 0 of this sequence
-        int64_t column = (int64_t)(bh % NH) * HS;
-        attention_forward_head_cpu(out + first * C + column, lse + (int64_t)bh * T, qkv + first * 3 * C + column, T, C,
-                                   HS);
+        const int64_t first = (int64_t)(bh / NH) * T;  // row of token 0 of this sequence
+        const int64_t column = (int64_t)(bh % NH) * HS;
+        float* p = (float*)memory_take((size_t)T * sizeof(float));
+        for (int i = 0; i < T; i++) {
+            const float* q = qkv + first * stride + column;  // k and v lie C and 2C behind
+            attention_query_cpu(out + (first + i) * C + column, lse + (int64_t)bh * T + i, p, q + i * stride, q + C,
+                                q + 2 * (int64_t)C, stride, i + 1, HS);
+        }
+        free(p);
     }
 }
 
@@ -236,12 +229,11 @@ __global__ void attention_dot_kernel(float* D /*(B,NH,T)*/, const X* dout /*(B,T
 template <typename X, int HS>
 void attention_forward_gpu(const Device* dev, X* out, float* lse, const X* qkv, int B, int T, int NH) {
     if constexpr (std::is_same_v<X, float>) {
-        attention_forward_fp32_kernel<HS><<<(unsigned)ceil_div((int64_t)B * NH * T, 8), 256, 0, dev->stream>>>(
-            out, lse, qkv, B, T, NH, 1.0f / sqrtf((float)HS));
-        check_launch();
+        launch_kernel(dev, attention_forward_fp32_kernel<HS>, (unsigned)ceil_div((int64_t)B * NH * T, 8), 256, 0, out,
+                      lse, qkv, B, T, NH, 1.0f / sqrtf((float)HS));
     } else {
-        static const bool built = hopper_kernel_is_built(attention_hopper_forward_kernel<HopperForward<HS>>);
-        if (dev->compute != 90 || !built) return attention_forward_mma<HS>(dev, out, lse, qkv, B, T, NH);
+        if (!hopper_runs(dev, attention_hopper_forward_kernel<HopperForward<HS>>))
+            return attention_forward_mma<HS>(dev, out, lse, qkv, B, T, NH);
         attention_hopper_forward<HopperForward<HS>>(dev, out, lse, qkv, B, T, NH);
     }
 }
@@ -282,27 +274,24 @@ template <typename X, int HS>
 float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X* dout, const X* qkv, const X* out,
                               const float* lse, int B, int T, int NH, const Fp8Codes& codes) {
     if constexpr (std::is_same_v<X, bf16>) {
-        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS>>);
         if (codes.rows)
             return attention_hopper_backward<HopperBackward<HS, false, true>>(dev, dqkv, scratch, dout, qkv, out, lse,
                                                                               B, T, NH, codes);
-        if (dev->compute == 90 && built)
+        if (hopper_runs(dev, attention_hopper_backward_kernel<HopperBackward<HS>>))
             return attention_hopper_backward<HopperBackward<HS>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     }
     const AttentionScratch sizes = attention_scratch(B, T, NH, HS);
     float* D = (float*)(scratch + sizes.flags);
     const int64_t rows = (int64_t)B * T * NH;
     const unsigned grid = (unsigned)ceil_div(rows, 8);
-    attention_dot_kernel<X, HS>
-        <<<(unsigned)ceil_div(rows * (HS / Vec<X>::size), 256), 256, 0, dev->stream>>>(D, dout, out, rows, T, NH);
-    check_launch();
+    launch_kernel(dev, attention_dot_kernel<X, HS>, (unsigned)ceil_div(rows * (HS / Vec<X>::size), 256), 256, 0, D,
+                  dout, out, rows, T, NH);
     if constexpr (std::is_same_v<X, float>) {
         const float scale = 1.0f / sqrtf((float)HS);
-        attention_backward_fp32_kernel<HS, true>
-            <<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
-        attention_backward_fp32_kernel<HS, false>
-            <<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
-        check_launch();
+        launch_kernel(dev, attention_backward_fp32_kernel<HS, true>, grid, 256, 0, dqkv, dout, qkv, lse, D, B, T, NH,
+                      scale);
+        launch_kernel(dev, attention_backward_fp32_kernel<HS, false>, grid, 256, 0, dqkv, dout, qkv, lse, D, B, T, NH,
+                      scale);
     } else if constexpr (HS == 64) {
         attention_backward_mma<BackwardShape<64, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     } else if (dev->compute >= 90 && dev->compute < 120) {  // 227 KiB of shared memory
@@ -317,9 +306,7 @@ float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X
 // True if attention_backward can write codes here.
 inline bool attention_backward_codes([[maybe_unused]] const Device* dev) {
 #ifdef __CUDACC__
-    if (!dev->gpu || dev->compute != 90) return false;
-    static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false, true>>);
-    return built;
+    return hopper_runs(dev, attention_hopper_backward_kernel<HopperBackward<64, false, true>>);
 #else
     return false;
 #endif

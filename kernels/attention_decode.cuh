@@ -6,10 +6,11 @@
 // attention_append puts the rows' own keys and values there first; several rows may belong to one sequence. Cost: the
 // keys and values that a row sees are read once, 4 C position bytes in bf16.
 //
-// GPU: four blocks for each head and row, so that the 12 heads of a GPT-2 keep 48 multiprocessors busy. A group of
-// threads that together hold a key (HS / 8 of them in bf16, 16 bytes each) walks over every 128th key with its own
-// running maximum, sum and output. At the end a block merges its groups, and the first block the four blocks, which are
-// a cluster and read each other's shared memory, in order. So a row's bits depend on its keys alone.
+// GPU: a row's keys are dealt to four parts of 256 threads. A group of threads that together hold a key (HS / 8 of them
+// in bf16, 16 bytes each) walks over every 128th key with its own running maximum, sum and output. At the end each part
+// merges its groups, and the first one merges the parts, in order. So a row's bits depend on its keys alone. If rows
+// and heads are fewer than Hopper's multiprocessors, each part is a block of its own, so that the 12 heads of a GPT-2
+// keep 48 of them busy; the four blocks are a cluster and read each other's shared memory. Otherwise one block has all.
 #pragma once
 #include "attention.cuh"
 #ifdef __CUDACC__
@@ -58,9 +59,8 @@ inline void attention_decode_cpu(float* out, const float* qkv, const float* cach
 }
 
 #ifdef __CUDACC__
-constexpr int ATTENTION_DECODE_THREADS = 256;
-constexpr int ATTENTION_DECODE_PARTS = 4;  // blocks of a head and row on Hopper; older GPUs have no clusters: 1
-constexpr int ATTENTION_DECODE_AHEAD = 4;  // keys of a group of threads whose loads are in flight
+constexpr int ATTENTION_DECODE_THREADS = 256;  // of a part
+constexpr int ATTENTION_DECODE_PARTS = 4;      // of a head and row
 
 // Grid R, block any; HS a multiple of 8.
 template <typename X>
@@ -95,18 +95,20 @@ __device__ inline float attention_merge(AttentionSeen* all, int count, const See
     return result;
 }
 
-// Grid (NH PARTS, R) in clusters of PARTS blocks, block ATTENTION_DECODE_THREADS. append: a row's own key and value are
-// not in the cache yet; they are taken from qkv and put there. Deterministic.
-template <typename X, int HS, int PARTS>
-__global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
+// BLOCKS: 4, a block a part, or 1. Grid (NH BLOCKS, R) in clusters of BLOCKS, block ATTENTION_DECODE_THREADS PARTS /
+// BLOCKS. append: a row's own key and value are not in the cache yet; they are taken from qkv and put there.
+// Deterministic; equal bits for any BLOCKS.
+template <typename X, int HS, int BLOCKS>
+__global__ void __launch_bounds__(ATTENTION_DECODE_THREADS* ATTENTION_DECODE_PARTS / BLOCKS)
     attention_decode_kernel(X* out, const X* qkv, X* cache, AttentionCache at, int C, int NH, bool append) {
-    constexpr int size = Vec<X>::size, LANES = HS / size, GROUPS = ATTENTION_DECODE_THREADS / LANES;
-    __shared__ float outputs[GROUPS][HS];
-    __shared__ AttentionSeen seen[GROUPS];
-    [[maybe_unused]] __shared__ float merged[HS];
-    [[maybe_unused]] __shared__ AttentionSeen block_seen;
-    const int head = blockIdx.x / PARTS, part = blockIdx.x % PARTS, row = blockIdx.y;
-    const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    constexpr int THREADS = ATTENTION_DECODE_THREADS, PARTS = ATTENTION_DECODE_PARTS, OWN = PARTS / BLOCKS;
+    constexpr int size = Vec<X>::size, LANES = HS / size, GROUPS = THREADS / LANES;
+    constexpr int AHEAD = BLOCKS > 1 ? 4 : 2;  // keys of a group whose loads are in flight; 1,024 threads spill with 4
+    __shared__ float outputs[OWN][GROUPS][HS], merged[OWN][HS];
+    __shared__ AttentionSeen seen[OWN][GROUPS], part_seen[OWN];
+    const int head = blockIdx.x / BLOCKS, row = blockIdx.y, own_part = threadIdx.x / THREADS;
+    const int part = BLOCKS > 1 ? blockIdx.x % BLOCKS : own_part;
+    const int d = threadIdx.x % THREADS, group = d / LANES, lane = d % LANES;
     early_begin();
     early_wait();
     const int keys = at.position[row] + 1;
@@ -116,10 +118,10 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
     const float scale = 1.0f / sqrtf((float)HS);
     float q[size], largest = -INFINITY, sum = 0.0f, output[size] = {};
     vec_floats(q, load_vec(own));
-    for (int begin = 0; begin < keys; begin += ATTENTION_DECODE_AHEAD * PARTS * GROUPS) {
-        Vec<X> key[ATTENTION_DECODE_AHEAD], value[ATTENTION_DECODE_AHEAD];
+    for (int begin = 0; begin < keys; begin += AHEAD * PARTS * GROUPS) {
+        Vec<X> key[AHEAD], value[AHEAD];
 #pragma unroll
-        for (int i = 0; i < ATTENTION_DECODE_AHEAD; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             const int j = begin + (i * PARTS + part) * GROUPS + group;
             const bool last = j >= keys - 1;
             const int64_t read = (int64_t)(last ? keys - 1 : j) * HS;
@@ -128,10 +130,10 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
             if (append && j == keys - 1) store_vec(k + read, key[i]), store_vec(v + read, value[i]);
         }
 #pragma unroll
-        for (int i = 0; i < ATTENTION_DECODE_AHEAD; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             float x[size], y[size], score = 0.0f;
             vec_floats(x, key[i]), vec_floats(y, value[i]);
-            for (int d = 0; d < size; d++) score = fmaf(q[d], x[d], score);
+            for (int c = 0; c < size; c++) score = fmaf(q[c], x[c], score);
 #pragma unroll
             for (int offset = LANES / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(0xffffffffu, score, offset);
             if (begin + (i * PARTS + part) * GROUPS + group < keys) {
@@ -140,42 +142,46 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS)
                 largest = fmaxf(largest, score);
                 const float fade = expf(before - largest), p = expf(score - largest);
                 sum = fmaf(sum, fade, p);
-                for (int d = 0; d < size; d++) output[d] = fmaf(p, y[d], output[d] * fade);
+                for (int c = 0; c < size; c++) output[c] = fmaf(p, y[c], output[c] * fade);
             }
         }
     }
-    for (int d = 0; d < size; d++) outputs[group][lane * size + d] = output[d];
-    if (lane == 0) seen[group] = {largest, sum};
+    for (int i = 0; i < size; i++) outputs[own_part][group][lane * size + i] = output[i];
+    if (lane == 0) seen[own_part][group] = {largest, sum};
     __syncthreads();
-    const int d = threadIdx.x;
     AttentionSeen all;
-    float result = 0.0f;
     if (d < HS) {
-        result = attention_merge(
-            &all, GROUPS, [&](int i) { return seen[i]; }, [&](int i) { return outputs[i][d]; });
+        merged[own_part][d] = attention_merge(
+            &all, GROUPS, [&](int i) { return seen[own_part][i]; }, [&](int i) { return outputs[own_part][i][d]; });
     }
+    if (d == 0) part_seen[own_part] = all;
+    const auto write = [&](const auto& seen_by, const auto& output_of) {
+        if (part > 0 || d >= HS) return;
+        const float result = attention_merge(&all, PARTS, seen_by, output_of);
+        out[(int64_t)row * C + head * HS + d] = from_float<X>(result / all.sum);
+    };
+    if constexpr (BLOCKS == 1) {
+        __syncthreads();
+        write([&](int i) { return part_seen[i]; }, [&](int i) { return merged[i][d]; });
+    } else {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (PARTS > 1) {
         const auto cluster = cooperative_groups::this_cluster();
-        if (d < HS) merged[d] = result;
-        if (d == 0) block_seen = all;
         cluster.sync();
-        if (part == 0 && d < HS) {
-            result = attention_merge(
-                &all, PARTS, [&](int i) { return *cluster.map_shared_rank(&block_seen, i); },
-                [&](int i) { return *cluster.map_shared_rank(&merged[d], i); });
-        }
+        write([&](int i) { return *cluster.map_shared_rank(part_seen, i); },
+              [&](int i) { return *cluster.map_shared_rank(&merged[0][d], i); });
         cluster.sync();  // the first block has read the others' shared memory
-    }
 #endif
-    if (part == 0 && d < HS) out[(int64_t)row * C + head * HS + d] = from_float<X>(result / all.sum);
+    }
 }
 
-template <typename X, int HS, int PARTS>
+template <typename X, int HS>
 void attention_decode_launch(const Device* dev, X* out, const X* qkv, X* cache, const AttentionCache* at, int R, int C,
                              int NH, bool append) {
-    launch_early(dev, attention_decode_kernel<X, HS, PARTS>, dim3(NH * PARTS, R), ATTENTION_DECODE_THREADS, PARTS, out,
-                 qkv, cache, *at, C, NH, append);
+    constexpr int PARTS = ATTENTION_DECODE_PARTS;
+    const int blocks = dev->compute >= 90 && R * NH < dev->sm_count ? PARTS : 1;
+    launch_early(dev, blocks > 1 ? attention_decode_kernel<X, HS, PARTS> : attention_decode_kernel<X, HS, 1>,
+                 dim3(NH * blocks, R), ATTENTION_DECODE_THREADS * PARTS / blocks, blocks, out, qkv, cache, *at, C, NH,
+                 append);
 }
 #endif
 
@@ -202,10 +208,7 @@ void attention_decode(const Device* dev, X* out, const X* qkv, X* cache, const A
         return;
     }
 #ifdef __CUDACC__
-    constexpr int PARTS = ATTENTION_DECODE_PARTS;
-    const bool hopper = dev->compute >= 90, small = C / NH == 64;
-    const auto launch = small ? (hopper ? attention_decode_launch<X, 64, PARTS> : attention_decode_launch<X, 64, 1>)
-                              : (hopper ? attention_decode_launch<X, 128, PARTS> : attention_decode_launch<X, 128, 1>);
+    const auto launch = C / NH == 64 ? attention_decode_launch<X, 64> : attention_decode_launch<X, 128>;
     launch(dev, out, qkv, cache, at, R, C, NH, append);
 #endif
 }

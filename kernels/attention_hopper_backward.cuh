@@ -50,27 +50,6 @@ __device__ __forceinline__ int hopper_backward_part(int group, int sequence) {
     return group ^ (sequence & 1);
 }
 
-// A part of dq = or += ds k. Each branch has a whole product, since the compiler makes products that are in
-// flight across a branch wait for each other.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_dq_product(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile,
-                                                           uint32_t k_tile, const HopperBackwardTile& tile, int part,
-                                                           bool add) {
-    if (hopper_backward_half<Shape>(tile)) {
-        wgmma_fence();
-        hopper_backward_dq<Shape, Shape::BN / 2>(dq, ds_tile, k_tile, part, add);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(dq);
-    } else {
-        wgmma_fence();
-        hopper_backward_dq<Shape>(dq, ds_tile, k_tile, part, add);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(dq);
-    }
-}
-
 // The group that computes dq. The last tile of keys that adds to a tile of queries starts from the sum of the others,
 // so it waits for its turn before its product.
 template <typename Shape>
@@ -93,7 +72,12 @@ __device__ __forceinline__ void hopper_backward_queries(HopperBackwardShared<Sha
                 float dq[Shape::DQ_COLUMNS / 8][4];
                 if (add) hopper_backward_dq_before<Shape>(dq, a, tile, part);
                 if (part == 0) barrier_wait(shared_offset(&shared.ds_full[count % 2]), count / 2 % 2);
-                hopper_backward_dq_product<Shape>(dq, ds_tile, k_tile, tile, part, add);
+                // Each branch has a whole product, since the compiler makes products that are in flight across a branch
+                // wait for each other.
+                if (hopper_backward_half<Shape>(tile))
+                    hopper_backward_dq<Shape, Shape::BN / 2>(dq, ds_tile, k_tile, part, add);
+                else
+                    hopper_backward_dq<Shape, Shape::BN>(dq, ds_tile, k_tile, part, add);
                 if (part == 1) {
                     warp_arrive(&shared.ds_empty[count % 2]);
                     if (tile.query_tile == last) barrier_arrive(shared_offset(&shared.key_empty[n % 2]));
@@ -175,18 +159,8 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_tile_scores(float (&s)[Shape::BM / 8][4], uint32_t memory,
                                                             const HopperBackwardTile& tile, int count, int group) {
     const int part = hopper_backward_part(group, tile.sequence);
-    hopper_backward_scores_start<Shape>(s, memory + tile.sequence % 2 * Shape::KEY_BYTES + part * 64 * PANEL_ROW_BYTES,
-                                        memory + Shape::RING + count % 2 * 2 * Shape::QUERY_BYTES);
-}
-
-// Starts dk or dv = or += a tile, from registers.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_sum_start(float (&c)[Shape::HS / 8][4],
-                                                          const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile,
-                                                          bool add) {
-    wgmma_fence();
-    hopper_backward_sum<Shape>(c, a, tile, add);
-    wgmma_commit();
+    hopper_backward_scores<Shape>(s, memory + tile.sequence % 2 * Shape::KEY_BYTES + part * 64 * PANEL_ROW_BYTES,
+                                  memory + Shape::RING + count % 2 * 2 * Shape::QUERY_BYTES);
 }
 
 // One of the two groups that compute dk and dv. The scores of the next tile overlap with the stores of dk and dv of a
@@ -224,9 +198,8 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         hopper_backward_round<Shape>(p, s);
         if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2);
         float dp[BM / 8][4];
-        hopper_backward_scores_start<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES,
-                                            q_tile + Shape::QUERY_BYTES);
-        hopper_backward_sum_start<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
+        hopper_backward_scores<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES, q_tile + Shape::QUERY_BYTES);
+        hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
         wgmma_wait<1>();
         wgmma_hold(dp);
         if (last && shorter == 0) {
@@ -234,7 +207,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
             barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
         }
         hopper_backward_ds<Shape>(ds, p, dp, shared.rows[stage][1]);
-        hopper_backward_sum_start<Shape>(dk, ds, q_tile, !first);
+        hopper_backward_sum<Shape>(dk, ds, q_tile, !first);
         hopper_backward_share<Shape>(shared, memory, ds, count, part);
         before = tile;
         if (!last) {
@@ -349,16 +322,6 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
     to[BM] = mine;
 }
 
-template <typename Shape>
-inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* dout, const bf16* out, const float* lse,
-                                  int B, int T, int NH) {
-    const AttentionScratch sizes = attention_scratch(B, T, NH, Shape::HS);
-    const int64_t warps = B * ceil_div(T, Shape::BM) * (Shape::BM / 32) * NH;
-    attention_hopper_rows_kernel<Shape::HS, Shape::BM><<<(unsigned)ceil_div(warps, 8), 256, 0, dev->stream>>>(
-        (float*)(scratch + sizes.flags), (int*)scratch, sizes.flags / 4, dout, out, lse, B, T, NH);
-    check_launch();
-}
-
 // Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has attention_scratch's bytes,
 // contents irrelevant. Returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch.
 template <typename Shape>
@@ -381,8 +344,10 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     // Along diagonals as many heads are in flight as a group has.
     a.shift = (int)((group + a.key_tiles / 2) / a.key_tiles);
     a.scale = 1.0f / sqrtf((float)Shape::HS);
-    attention_hopper_rows<Shape>(dev, scratch, dout, out, lse, B, T, NH);
-    launch_shared(dev, attention_hopper_backward_kernel<Shape>, (unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED,
+    const int64_t warps = (int64_t)B * a.query_tiles * (Shape::BM / 32) * NH;
+    launch_kernel(dev, attention_hopper_rows_kernel<Shape::HS, Shape::BM>, (unsigned)ceil_div(warps, 8), 256, 0,
+                  (float*)a.rows, (int*)scratch, sizes.flags / 4, dout, out, lse, B, T, NH);
+    launch_kernel(dev, attention_hopper_backward_kernel<Shape>, (unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED,
                   tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16),
                   a);
     return a.sums;

@@ -202,31 +202,36 @@ __device__ __forceinline__ constexpr int k_major_step(int k) {
     return k / 4 * ROWS * PANEL_ROW_BYTES + k % 4 * 32;
 }
 
-// c (64 keys x BM queries) = rows (this group's 64 of k or v) columns^T (q or dout).
+// Starts c (64 keys x BM queries) = rows (this group's 64 of k or v) columns^T (q or dout), as a group of its own.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8][4], uint32_t rows, uint32_t columns) {
+    wgmma_fence();
     const uint64_t left = uniform_operand(operand_k_major<Shape::BN>(rows, 0));
     const uint64_t right = uniform_operand(operand_k_major<Shape::BM>(columns, 0));
 #pragma unroll
     for (int k = 0; k < Shape::HS / 16; k++)
         Wgmma<Shape::BM>::template shared<0, 0>(c, operand_step(left, k_major_step<Shape::BN>(k)),
                                                 operand_step(right, k_major_step<Shape::BM>(k)), k > 0);
+    wgmma_commit();
 }
 
-// c (64 keys x HS) = or += a (64 x BM, in registers) tile (BM x HS).
+// Starts c (64 keys x HS), which is dk or dv, = or += a (64 x BM, in registers) tile (BM x HS).
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_sum(float (&c)[Shape::HS / 8][4],
                                                     const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile, bool add) {
+    wgmma_fence();
     const uint64_t right = uniform_operand(operand_mn_major<Shape::BM>(tile, 0));
 #pragma unroll
     for (int k = 0; k < Shape::BM / 16; k++)
         Wgmma<Shape::HS>::template registers<1>(c, a[k], operand_step(right, k * 16 * PANEL_ROW_BYTES), add || k > 0);
+    wgmma_commit();
 }
 
 // Part 0 or 1 of dq (64 queries x DQ_COLUMNS) = or += ds (BM x BN) k (BN x HS), of the first KEYS of BN keys.
-template <typename Shape, int KEYS = Shape::BN>
+template <typename Shape, int KEYS>
 __device__ __forceinline__ void hopper_backward_dq(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile,
-                                                   uint32_t k_tile, int part, bool add = false) {
+                                                   uint32_t k_tile, int part, bool add) {
+    wgmma_fence();
     constexpr int ROW = Shape::BM == 128 ? 64 : 0, COLUMN = Shape::BM == 128 ? 0 : Shape::DQ_COLUMNS;
     const uint32_t b = k_tile + part * COLUMN / 64 * Shape::BN * PANEL_ROW_BYTES + part * COLUMN % 64 * 2;
     const uint64_t left = operand_k_major<Shape::BM>(ds_tile + part * ROW * PANEL_ROW_BYTES, 0);
@@ -235,6 +240,9 @@ __device__ __forceinline__ void hopper_backward_dq(float (&dq)[Shape::DQ_COLUMNS
     for (int k = 0; k < KEYS / 16; k++)
         Wgmma<Shape::DQ_COLUMNS>::template shared<0, 1>(dq, operand_step(left, k_major_step<Shape::BM>(k)),
                                                         operand_step(right, k * 16 * PANEL_ROW_BYTES), add || k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(dq);
 }
 
 // A warp's scores, of 16 keys and BM queries, to p, in place. Queries past T have lse = infinity, which makes their p
@@ -465,13 +473,4 @@ __device__ __forceinline__ void hopper_backward_share(HopperBackwardShared<Shape
         memory + Shape::DS + count % 2 * Shape::DS_BYTES + part * Shape::BM * PANEL_ROW_BYTES, ds);
     fence_async();
     warp_arrive(&shared.ds_full[count % 2]);
-}
-
-// Starts a product of scores as a group of its own.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_scores_start(float (&c)[Shape::BM / 8][4], uint32_t rows,
-                                                             uint32_t columns) {
-    wgmma_fence();
-    hopper_backward_scores<Shape>(c, rows, columns);
-    wgmma_commit();
 }

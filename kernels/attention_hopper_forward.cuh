@@ -516,7 +516,7 @@ inline void attention_hopper_forward(const Device* dev, bf16* out /*(B,T,C)*/, f
     a.tiles = (int)ceil_div(T, 64 * Shape::CONSUMERS);
     a.scale_log2 = LOG2_OF_E / sqrtf((float)Shape::HS);
     const int64_t pieces = (int64_t)B * NH * a.tiles;
-    launch_shared(dev, attention_hopper_forward_kernel<Shape>,
+    launch_kernel(dev, attention_hopper_forward_kernel<Shape>,
                   (unsigned)(pieces < dev->sm_count ? pieces : dev->sm_count), Shape::THREADS, Shape::SHARED,
                   tensor_map(qkv, B, T, 3 * C, 64), tensor_map(qkv, B, T, 3 * C, Shape::BN),
                   tensor_map(out, B, T, C, 16), a);

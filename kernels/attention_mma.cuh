@@ -500,7 +500,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 template <int HS>
 void attention_forward_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int NH) {
     using Shape = ForwardShape<HS>;
-    launch_shared(dev, attention_forward_kernel<Shape>, (unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS,
+    launch_kernel(dev, attention_forward_kernel<Shape>, (unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS,
                   Shape::SHARED, out, lse, qkv, B, T, NH, attention_group(T, HS, sizeof(bf16)),
                   1.0f / sqrtf((float)HS));
 }
@@ -510,7 +510,7 @@ template <typename Shape>
 inline void attention_backward_mma(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
                                    const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
     device_zero(dev, scratch, sizes.flags);
-    launch_shared(dev, attention_backward_kernel<Shape>, (unsigned)(B * NH * ceil_div(T, Shape::BN)), Shape::THREADS,
+    launch_kernel(dev, attention_backward_kernel<Shape>, (unsigned)(B * NH * ceil_div(T, Shape::BN)), Shape::THREADS,
                   Shape::SHARED, dqkv, (float*)(scratch + sizes.flags + sizes.rows), (int*)(scratch + 256),
                   (int*)scratch, dout, qkv, lse, (float*)(scratch + sizes.flags), T, NH,
                   1.0f / sqrtf((float)Shape::HS));

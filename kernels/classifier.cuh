@@ -394,19 +394,15 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
     }
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
-        int bytes = classifier_resident_bytes(Vp);
         if (classifier_resident_fits(dev, Vp)) {
-            check(cudaFuncSetAttribute(classifier_resident_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
             int64_t blocks = N < 2 * dev->sm_count ? N : 2 * dev->sm_count;
-            classifier_resident_kernel<<<(unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32, bytes, dev->stream>>>(
-                losses, logits, targets, dloss, backward, N, V, Vp, codes);
-            check_launch();
-            return;
+            return launch_kernel(dev, classifier_resident_kernel, (unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32,
+                                 classifier_resident_bytes(Vp), losses, logits, targets, dloss, backward, N, V, Vp,
+                                 codes);
         }
     }
-    classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp,
-                                                                 codes);
-    check_launch();
+    launch_kernel(dev, classifier_kernel<X>, N, CLASSIFIER_THREADS, 0, losses, logits, targets, dloss, backward, V, Vp,
+                  codes);
 #endif
 }
 
@@ -417,7 +413,6 @@ inline void loss_mean(const Device* dev, float* mean, const float* losses, int64
         return;
     }
 #ifdef __CUDACC__
-    loss_mean_kernel<<<1, 1024, 0, dev->stream>>>(mean, losses, N, accumulate, scale);
-    check_launch();
+    launch_kernel(dev, loss_mean_kernel, 1, 1024, 0, mean, losses, N, accumulate, scale);
 #endif
 }

@@ -57,7 +57,6 @@ void column_sum(const Device* dev, G* const* totals, int vectors, const float* p
     ColumnTotals<G> all = {};
     for (int i = 0; i < vectors; i++) all.vector[i] = totals[i];
     dim3 grid(ceil_div(columns, 32), vectors), block(32, COLUMN_SUM_WARPS);
-    column_sum_kernel<<<grid, block, 0, dev->stream>>>(all, partial, rows, columns, accumulate);
-    check_launch();
+    launch_kernel(dev, column_sum_kernel<G>, grid, block, 0, all, partial, rows, columns, accumulate);
 }
 #endif

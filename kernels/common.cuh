@@ -421,11 +421,11 @@ void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, i
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
-// Launches a kernel with so many bytes of dynamic shared memory, which may be more than 48 KB.
+// Launches a kernel with so many bytes of dynamic shared memory, and shows launch errors (bad grid, no kernel image).
 template <typename... Parameters, typename... Arguments>
-void launch_shared(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, int shared,
+void launch_kernel(const Device* dev, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
                    const Arguments&... arguments) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    if (shared > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     kernel<<<grid, block, shared, dev->stream>>>(arguments...);
     check_launch();
 }

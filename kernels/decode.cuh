@@ -17,6 +17,7 @@
 #include "attention_decode.cuh"
 #include "common.cuh"
 #include "draw.cuh"
+#include "embedding.cuh"
 #include "layernorm.cuh"
 #include "matmul_rows.cuh"
 
@@ -66,9 +67,7 @@ struct Decoder {
     int S;        // sequences, at most DECODE_ROWS
     DrawOptions draw;
     DecodeCalls calls;
-    const void** tensor;   // the list of the model's tensors, on the device
-    PackedMatrix* packed;  // of each matrix of the list, on the CPU; NULL: none
-    bool own_tensors;      // `tensor` has copies of what is not packed, and NULL for matrices
+    const void** tensor;  // the list of the model's tensors, on the device
     // Laid out in `memory` by decode_layout. R is DECODE_ROWS.
     void* memory;
     bool own_memory;
@@ -124,38 +123,8 @@ inline void decode_need(const Decoder* d, int part) {
     if (d->calls.need) d->calls.need(d->calls.context, part);
 }
 
-// Packs tensor `i` (rows, cols) for single rows, see matmul_rows.cuh, or copies it if it is a vector or wpe. After
-// that, weights that are not always there are not read again.
-inline void decode_keep(Decoder* d, int i, int64_t rows, int64_t cols) {
-    const float* values = (const float*)d->tensor[i];
-    if (rows > 1 && i != 1) d->packed[i] = packed_matrix(values, rows, cols);
-    if (!d->own_tensors) return;
-    float* copy = rows > 1 && i != 1 ? nullptr : (float*)memory_take((size_t)(rows * cols) * sizeof(float));
-    if (copy) memcpy(copy, values, (size_t)(rows * cols) * sizeof(float));
-    d->tensor[i] = copy;
-}
-
-inline void decode_keep_all(Decoder* d) {
-    const DecodeShape* s = &d->shape;
-    const int64_t C = s->C;
-    const int64_t rows[DECODE_TENSORS] = {1, 1, 3 * C, 1, C, 1, 1, 1, 4 * C, 1, C, 1};
-    const int64_t cols[DECODE_TENSORS] = {C, C, C, 3 * C, C, C, C, C, C, 4 * C, 4 * C, C};
-    const int last = 2 + s->L * DECODE_TENSORS;
-    d->packed = (PackedMatrix*)memory_zero((size_t)last + 2, sizeof(PackedMatrix));
-    d->own_tensors = d->calls.need != nullptr;
-    decode_need(d, s->L);
-    decode_keep(d, 0, s->Vp, C), decode_keep(d, 1, s->T, C);
-    for (int l = 0; l < s->L; l++) {
-        decode_need(d, l);
-        for (int i = 0; i < DECODE_TENSORS; i++) decode_keep(d, 2 + l * DECODE_TENSORS + i, rows[i], cols[i]);
-    }
-    decode_need(d, s->L + 1);
-    decode_keep(d, last, 1, C), decode_keep(d, last + 1, 1, C);
-    d->calls.need = nullptr;
-}
-
 // tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which the caller keeps and
-// frees, or NULL to allocate them. On the CPU this packs a copy of the weights; after that calls->need is not called.
+// frees, or NULL to allocate them.
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
@@ -167,62 +136,20 @@ inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape,
     d->own_memory = !memory;
     d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
     decode_layout(d, (char*)d->memory);
-    if (!dev->gpu) decode_keep_all(d);
 }
 
 inline void decode_close(Decoder* d) {
 #ifdef __CUDACC__
     if (d->graph) check(cudaGraphExecDestroy(d->graph));
 #endif
-    for (int i = 0; i < d->shape.L * DECODE_TENSORS + 4; i++) {
-        if (d->packed) packed_matrix_free(&d->packed[i]);
-        if (d->own_tensors) free((void*)d->tensor[i]);
-    }
-    free(d->packed);
     if (d->own_memory) device_free(d->dev, d->memory);
     free(d->tensor);
-}
-
-// out: (R, C) = wte[token] + wpe[position]
-inline void decode_embedding_cpu(float* out, const int* token, const int* position, const PackedMatrix* wte,
-                                 const float* wpe, int R, int64_t C) {
-    for (int r = 0; r < R; r++) {
-        packed_matrix_row(out + r * C, wte, token[r]);
-        for (int c = 0; c < C; c++) out[r * C + c] += wpe[position[r] * C + c];
-    }
-}
-
-#ifdef __CUDACC__
-// Grid R, block any.
-template <typename X>
-__global__ void decode_embedding_kernel(X* out, const int* token, const int* position, const X* wte, const X* wpe,
-                                        int C) {
-    const X *a = wte + (int64_t)token[blockIdx.x] * C, *b = wpe + (int64_t)position[blockIdx.x] * C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x)
-        out[(int64_t)blockIdx.x * C + c] = from_float<X>(to_float(a[c]) + to_float(b[c]));
-}
-#endif
-
-template <typename X>
-void decode_embedding(const Decoder* d, int R) {
-    const int *token = d->numbers, *position = d->numbers + 2 * DECODE_ROWS;
-    if (!d->dev->gpu) {
-        decode_embedding_cpu((float*)d->residual, token, position, d->packed, (const float*)d->tensor[1], R,
-                             d->shape.C);
-        return;
-    }
-#ifdef __CUDACC__
-    const X *wte = (const X*)d->tensor[0], *wpe = (const X*)d->tensor[1];
-    decode_embedding_kernel<X><<<R, 256, 0, d->dev->stream>>>((X*)d->residual, token, position, wte, wpe, d->shape.C);
-    check_launch();
-#endif
 }
 
 // out: (R, OC) = the linear layer whose weights and bias are tensors `weight` and `weight` + 1 of block l.
 template <typename X>
 void decode_linear(const Decoder* d, void* out, const void* inp, int l, int weight, bool gelu, int R, int C, int OC) {
-    const PackedMatrix* packed = d->packed ? d->packed + 2 + l * DECODE_TENSORS + weight : nullptr;
-    matmul_rows<X, X>(d->dev, (X*)out, (const X*)inp, (const X*)decode_tensor(d, l, weight), packed,
+    matmul_rows<X, X>(d->dev, (X*)out, (const X*)inp, (const X*)decode_tensor(d, l, weight),
                       (const X*)decode_tensor(d, l, weight + 1), gelu, R, C, OC);
 }
 
@@ -242,7 +169,8 @@ void decode_rows(const Decoder* d, int R, bool apart) {
     const int C = s->C;
     const AttentionCache at = {d->S, s->T, d->numbers + DECODE_ROWS, d->numbers + 2 * DECODE_ROWS};
     decode_need(d, s->L);
-    decode_embedding<X>(d, R);
+    embedding_forward<X>(d->dev, (X*)d->residual, d->numbers, (const X*)d->tensor[0], (const X*)d->tensor[1], 1, R, C,
+                         d->numbers + 2 * DECODE_ROWS);
     decode_need(d, 0);
     layernorm_forward<X>(d->dev, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
                          (const X*)decode_tensor(d, 0, LN1W), (const X*)decode_tensor(d, 0, LN1B), R, C);
@@ -266,8 +194,8 @@ void decode_and_draw(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
     decode_rows<X>(d, R, true);
     decode_need(d, s->L);
-    matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], d->packed, nullptr, false, R,
-                          s->C, s->Vp);
+    matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], nullptr, false, R, s->C,
+                          s->Vp);
     draw(d->dev, d->drawn, d->logits, d->numbers + 3 * DECODE_ROWS, d->numbers + 4 * DECODE_ROWS, &d->draw, R, s->V,
          s->Vp);
 }

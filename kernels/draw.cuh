@@ -203,7 +203,6 @@ inline void draw(const Device* dev, int* tokens, const float* logits, const int*
                  const DrawOptions* o, int R, int V, int Vp) {
     if (!dev->gpu) return draw_cpu(tokens, logits, samples, places, o, R, V, Vp);
 #ifdef __CUDACC__
-    draw_kernel<<<R, DRAW_THREADS, 0, dev->stream>>>(tokens, logits, samples, places, *o, V, Vp);
-    check_launch();
+    launch_kernel(dev, draw_kernel, R, DRAW_THREADS, 0, tokens, logits, samples, places, *o, V, Vp);
 #endif
 }

@@ -1,4 +1,5 @@
-// Token and position embedding: out[b][t][c] = wte[tokens[b][t]][c] + wpe[t][c].
+// Token and position embedding: out[b][t][c] = wte[tokens[b][t]][c] + wpe[t][c]. Rows of a sampling step name their
+// positions themselves.
 //
 // Backward: dwpe[t] (+)= sum over b of dout[b][t], and dwte_sum[v] += sum of dout over the positions that hold token v.
 // The table is tied to the head, whose gradient is already in dwte_sum, the fp32 sum over the micro-batches so far.
@@ -19,13 +20,13 @@ constexpr int EMBEDDING_LANES = 8;   // lanes side by side on channels: 128 byte
 constexpr int EMBEDDING_SMALL = 64;  // positions in a bucket that one warp takes alone
 constexpr int EMBEDDING_WARPS = 8;
 
-// out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C)
+// out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C); positions: (B, T), or NULL: t
 inline void embedding_forward_cpu(float* out, const int* tokens, const float* wte, const float* wpe, int B, int T,
-                                  int C) {
+                                  int C, const int* positions = nullptr) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < (int64_t)B * T; i++) {
         const float* token = wte + (int64_t)tokens[i] * C;
-        const float* position = wpe + i % T * C;
+        const float* position = wpe + (positions ? positions[i] : i % T) * C;
         for (int c = 0; c < C; c++) out[i * C + c] = token[c] + position[c];
     }
 }
@@ -51,10 +52,11 @@ inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, 
 #ifdef __CUDACC__
 // Grid B * T (a block per position), block any, C a multiple of 8. Deterministic.
 template <typename X>
-__global__ void embedding_forward_kernel(X* out, const int* tokens, const X* wte, const X* wpe, int T, int C) {
+__global__ void embedding_forward_kernel(X* out, const int* tokens, const X* wte, const X* wpe, int T, int C,
+                                         const int* positions) {
     int64_t position = blockIdx.x;
     const X* token_row = wte + (int64_t)tokens[position] * C;
-    const X* position_row = wpe + position % T * C;
+    const X* position_row = wpe + (positions ? positions[position] : position % T) * C;
     for (int c = threadIdx.x * Vec<X>::size; c < C; c += blockDim.x * Vec<X>::size) {
         Vec<X> a = load_vec(token_row + c), b = load_vec(position_row + c);
         for (int j = 0; j < Vec<X>::size; j++) a.lane[j] = from_float<X>(to_float(a.lane[j]) + to_float(b.lane[j]));
@@ -152,18 +154,18 @@ __global__ static void embedding_round_kernel(bf16* dwte, const float* dwte_sum,
 }
 #endif
 
-// out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C)
+// out: (B, T, C); tokens: (B, T); wte: (Vp, C); wpe: (maxT, C); positions: (B, T), or NULL: t
 template <typename X>
-void embedding_forward(const Device* dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C) {
+void embedding_forward(const Device* dev, X* out, const int* tokens, const X* wte, const X* wpe, int B, int T, int C,
+                       const int* positions = nullptr) {
     assert(C % 8 == 0);
     if constexpr (std::is_same_v<X, float>) {
-        if (!dev->gpu) return embedding_forward_cpu(out, tokens, wte, wpe, B, T, C);
+        if (!dev->gpu) return embedding_forward_cpu(out, tokens, wte, wpe, B, T, C, positions);
     }
 #ifdef __CUDACC__
     int threads = ceil_div(C / Vec<X>::size, 32) * 32;
     threads = threads < 256 ? threads : 256;
-    embedding_forward_kernel<<<(int64_t)B * T, threads, 0, dev->stream>>>(out, tokens, wte, wpe, T, C);
-    check_launch();
+    launch_kernel(dev, embedding_forward_kernel<X>, (int64_t)B * T, threads, 0, out, tokens, wte, wpe, T, C, positions);
 #endif
 }
 
@@ -179,17 +181,14 @@ void embedding_backward(const Device* dev, G* dwte, G* dwpe, float* dwte_sum, co
     }
 #ifdef __CUDACC__
     int64_t positions = (int64_t)T * C;
-    embedding_backward_position_kernel<<<ceil_div(positions, 256 * Vec<X>::size), 256, 0, dev->stream>>>(
-        dwpe, dout, B, positions, accumulate);
-    check_launch();
+    launch_kernel(dev, embedding_backward_position_kernel<X, G>, ceil_div(positions, 256 * Vec<X>::size), 256, 0, dwpe,
+                  dout, B, positions, accumulate);
     dim3 grid(ceil_div(buckets, EMBEDDING_WARPS), ceil_div(C, EMBEDDING_LANES * Vec<X>::size));
-    embedding_backward_token_kernel<<<grid, 32 * EMBEDDING_WARPS, 0, dev->stream>>>(dwte_sum, dout, order, bucket,
-                                                                                    buckets, C);
-    check_launch();
+    launch_kernel(dev, embedding_backward_token_kernel<X>, grid, 32 * EMBEDDING_WARPS, 0, dwte_sum, dout, order, bucket,
+                  buckets, C);
     if constexpr (std::is_same_v<G, bf16>) {
         int64_t n = (int64_t)Vp * C;
-        embedding_round_kernel<<<ceil_div(n, 256 * 8), 256, 0, dev->stream>>>(dwte, dwte_sum, n);
-        check_launch();
+        launch_kernel(dev, embedding_round_kernel, ceil_div(n, 256 * 8), 256, 0, dwte, dwte_sum, n);
     }
 #endif
 }

@@ -99,21 +99,16 @@ __host__ __device__ inline float fp8_scale(float amax, Fp8Type type, int spare) 
     return ldexpf(1.0f, k);
 }
 
-inline void fp8_amax_cpu(Fp8* f, int slot, float amax, int64_t overflow_count) {
+// A magnitude's bits, whose order is that of the magnitudes, and back.
+__host__ __device__ inline uint32_t fp8_bits(float magnitude) {
     uint32_t bits;
-    memcpy(&bits, &amax, 4);
-    if (bits > f->amax[slot]) f->amax[slot] = bits;
-    f->amax[f->slots] += (uint32_t)overflow_count;
+    memcpy(&bits, &magnitude, sizeof(bits));
+    return bits;
 }
-
-// values: (C) = op(inp), op(inp, pre_gelu), all of one row
-inline void fp8_row_cpu(float* values, Fp8Op op, const float* inp, const float* pre_gelu, int C) {
-    if (op == FP8_GELU) {
-        gelu_forward_cpu(values, inp, C);
-    } else {
-        memcpy(values, inp, C * sizeof(float));
-        if (op == FP8_GELU_BACKWARD) gelu_backward_inplace_cpu(values, pre_gelu, C);
-    }
+__host__ __device__ inline float fp8_magnitude(uint32_t bits) {
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof(magnitude));
+    return magnitude;
 }
 
 // inp, pre_gelu: (N, C); dbias: (C) or NULL. With to->rows and to->columns NULL it only finds the largest magnitude.
@@ -127,7 +122,9 @@ inline void fp8_cast_cpu(Fp8* f, const Fp8Operand* to, Fp8Op op, const float* in
 #pragma omp parallel for reduction(max : amax) reduction(+ : overflow_count) schedule(static)
     for (int64_t n = 0; n < N; n++) {
         float* row = values + n * C;
-        fp8_row_cpu(row, op, inp + n * C, pre_gelu ? pre_gelu + n * C : nullptr, C);
+        if (op == FP8_GELU) gelu_forward_cpu(row, inp + n * C, C);
+        if (op != FP8_GELU) memcpy(row, inp + n * C, C * sizeof(float));
+        if (op == FP8_GELU_BACKWARD) gelu_backward_inplace_cpu(row, pre_gelu + n * C, C);
         for (int c = 0; c < C; c++) {
             amax = fabsf(row[c]) > amax ? fabsf(row[c]) : amax;
             overflow_count += fabsf(row[c] * scale) > largest;
@@ -136,7 +133,8 @@ inline void fp8_cast_cpu(Fp8* f, const Fp8Operand* to, Fp8Op op, const float* in
             if (to->columns) to->columns[c * N + n] = code;
         }
     }
-    fp8_amax_cpu(f, to->slot, amax, writes ? overflow_count : 0);
+    if (fp8_bits(amax) > f->amax[to->slot]) f->amax[to->slot] = fp8_bits(amax);
+    if (writes) f->amax[f->slots] += (uint32_t)overflow_count;
     if (dbias) column_sum_cpu(dbias, values, N, C, accumulate);
     free(values);
 }
@@ -157,18 +155,6 @@ inline void fp8_product_cpu(const Fp8* f, float* out, Fp8Factor a, Fp8Factor b, 
     CpuGemm gemm = {rows, cols, depth, x, depth, 1, y, 1, depth, out, accumulate || bias};
     cpu_gemm(&gemm);
     free(x), free(y);
-}
-
-// A magnitude's bits, whose order is that of the magnitudes, and back.
-__host__ __device__ inline uint32_t fp8_bits(float magnitude) {
-    uint32_t bits;
-    memcpy(&bits, &magnitude, sizeof(bits));
-    return bits;
-}
-__host__ __device__ inline float fp8_magnitude(uint32_t bits) {
-    float magnitude;
-    memcpy(&magnitude, &bits, sizeof(magnitude));
-    return magnitude;
 }
 
 __host__ __device__ inline void fp8_set_scale(const Fp8& f, int slot, float amax, Fp8Type type, int spare) {
@@ -359,17 +345,11 @@ __global__ static void fp8_event_kernel(Fp8 f, Fp8Event event, const float* fact
     if (slot < f.slots && (event != FP8_END || isfinite(*factor))) fp8_slot_event(f, slot, event);
 }
 
-template <Fp8Op OP>
-void fp8_cast_launch(const Device* dev, const Fp8Cast* k) {
-    dim3 grid((unsigned)ceil_div(k->C, FP8_TILE), (unsigned)ceil_div(k->N, FP8_TILE));
-    fp8_cast_kernel<OP><<<grid, 256, 0, dev->stream>>>(*k);
-    check_launch();
-}
-
 inline void fp8_cast_run(const Device* dev, Fp8Op op, const Fp8Cast* k) {
-    if (op == FP8_COPY) fp8_cast_launch<FP8_COPY>(dev, k);
-    if (op == FP8_GELU) fp8_cast_launch<FP8_GELU>(dev, k);
-    if (op == FP8_GELU_BACKWARD) fp8_cast_launch<FP8_GELU_BACKWARD>(dev, k);
+    const auto kernel = op == FP8_COPY   ? fp8_cast_kernel<FP8_COPY>
+                        : op == FP8_GELU ? fp8_cast_kernel<FP8_GELU>
+                                         : fp8_cast_kernel<FP8_GELU_BACKWARD>;
+    launch_kernel(dev, kernel, dim3(ceil_div(k->C, FP8_TILE), ceil_div(k->N, FP8_TILE)), 256, 0, *k);
 }
 #endif
 
@@ -395,21 +375,12 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
         assert(N % 16 == 0 && C % 8 == 0);
-        Fp8Cast k = {nullptr,
-                     nullptr,
-                     inp,
-                     pre_gelu,
-                     nullptr,
-                     f->scale + to->slot,
-                     f->amax + to->slot,
-                     f->amax + f->slots,
-                     N,
-                     C,
-                     to->type == FP8_E5M2};
+        Fp8Cast k = {};
+        k.inp = inp, k.pre_gelu = pre_gelu, k.N = N, k.C = C, k.e5m2 = to->type == FP8_E5M2;
+        k.scale = f->scale + to->slot, k.amax = f->amax + to->slot, k.overflow_count = f->amax + f->slots;
         if (finds_scale) {
             fp8_cast_run(dev, op, &k);
-            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(*f, to->slot, to->type);
-            check_launch();
+            launch_kernel(dev, fp8_rescale_kernel, 1, 1, 0, *f, to->slot, to->type);
         }
         k.rows = to->rows, k.columns = to->columns, k.partial = dbias ? scratch : nullptr;
         fp8_cast_run(dev, op, &k);
@@ -429,9 +400,8 @@ inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* r
     }
 #ifdef __CUDACC__
     assert(N % 16 == 0 && C % 16 == 0);
-    const dim3 grid((unsigned)ceil_div(C, FP8_TILE), (unsigned)ceil_div(N, FP8_TILE));
-    fp8_transpose_kernel<<<grid, 256, 0, dev->stream>>>(columns, rows, N, C);
-    check_launch();
+    launch_kernel(dev, fp8_transpose_kernel, dim3(ceil_div(C, FP8_TILE), ceil_div(N, FP8_TILE)), 256, 0, columns, rows,
+                  N, C);
 #endif
 }
 
@@ -440,8 +410,7 @@ inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type typ
     f->fixed = slot;
     if (!dev->gpu) return fp8_set_scale(*f, slot, amax, type, 0);
 #ifdef __CUDACC__
-    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(*f, slot, amax, type);
-    check_launch();
+    launch_kernel(dev, fp8_fix_kernel, 1, 1, 0, *f, slot, amax, type);
 #endif
 }
 
@@ -468,7 +437,10 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
-// factor, overflow_count: of END.
+// After BEGIN, if each rank has the scales of some stored tensors alone, the trainer calls this with AGREE: it sets
+// these scales, powers of two, from the all-reduced amax array. After the update it calls it with END, which changes
+// the history unless `factor` says that the step changed nothing, and sets overflow_count to the number of elements
+// that were too large for their codes.
 inline void fp8_event(const Device* dev, const Fp8* f, Fp8Event event, const float* factor = nullptr,
                       float* overflow_count = nullptr) {
     if (!dev->gpu) {
@@ -479,8 +451,7 @@ inline void fp8_event(const Device* dev, const Fp8* f, Fp8Event event, const flo
         return;
     }
 #ifdef __CUDACC__
-    fp8_event_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, event, factor, overflow_count);
-    check_launch();
+    launch_kernel(dev, fp8_event_kernel, (unsigned)ceil_div(f->slots, 256), 256, 0, *f, event, factor, overflow_count);
 #endif
 }
 
@@ -490,18 +461,6 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;
     f->use_current_scaling = f->use_current_scaling && step == f->first;
     fp8_event(dev, f, FP8_BEGIN);
-}
-
-// If each rank has the scales of some stored tensors alone, the trainer calls this after fp8_begin. It sets these
-// scales, powers of two, from the all-reduced amax array.
-inline void fp8_agree(const Device* dev, const Fp8* f) {
-    fp8_event(dev, f, FP8_AGREE);
-}
-
-// The trainer calls this after the update. It updates the history unless `factor` says that the step changed nothing,
-// and sets overflow_count to the number of elements that were too large for their codes.
-inline void fp8_end(const Device* dev, const Fp8* f, const float* factor, float* overflow_count) {
-    fp8_event(dev, f, FP8_END, factor, overflow_count);
 }
 
 // True if an earlier step has left a magnitude in one of `count` slots from `first` on. A skipped step leaves none, nor

@@ -86,8 +86,7 @@ __global__ void gelu_kernel(X* out, const X* inp, int64_t n) {
 template <bool BACKWARD, typename X>
 void gelu_launch(const Device* dev, X* out, const X* inp, int64_t n) {
     if (n == 0) return;
-    gelu_kernel<X, BACKWARD><<<ceil_div(n, 256 * Vec<X>::size), 256, 0, dev->stream>>>(out, inp, n);
-    check_launch();
+    launch_kernel(dev, gelu_kernel<X, BACKWARD>, ceil_div(n, 256 * Vec<X>::size), 256, 0, out, inp, n);
 }
 #endif
 

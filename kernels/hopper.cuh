@@ -52,12 +52,16 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
     return map;
 }
 
-// True if a kernel was built for sm_90a: otherwise it is empty and uses few registers.
+// True if this is Hopper and a kernel was built for sm_90a: otherwise it is empty and uses few registers.
 template <typename Kernel>
-bool hopper_kernel_is_built(Kernel* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel));
-    return attributes.numRegs > 64;
+bool hopper_runs(const Device* dev, Kernel* kernel) {
+    if (dev->compute != 90) return false;  // a CPU has no driver to ask
+    static const bool built = [&] {
+        cudaFuncAttributes attributes;
+        check(cudaFuncGetAttributes(&attributes, kernel));
+        return attributes.numRegs > 64;
+    }();
+    return built;
 }
 
 // Device. Shared memory is addressed by its 32-bit address.

@@ -56,16 +56,11 @@ inline void layernorm_forward_cpu(float* out, float* mean, float* rstd, const fl
     }
 }
 
-// out, inp1, inp2: (n)
-inline void residual_forward_cpu(float* out, const float* inp1, const float* inp2, int64_t n) {
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < n; i++) out[i] = inp1[i] + inp2[i];
-}
-
 inline void residual_layernorm_forward_cpu(float* residual, float* out, float* mean, float* rstd, const float* inp1,
                                            const float* inp2, const float* weight, const float* bias, int64_t N,
                                            int C) {
-    if (inp2) residual_forward_cpu(residual, inp1, inp2, N * C);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < (inp2 ? N * C : 0); i++) residual[i] = inp1[i] + inp2[i];
     layernorm_forward_cpu(out, mean, rstd, inp2 ? residual : inp1, weight, bias, N, C);
 }
 
@@ -535,7 +530,7 @@ int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X*
                   : shape.columns == 16 ? layernorm_backward_kernel<X, 16, CODES>
                                         : layernorm_backward_kernel<X, 32, CODES>;
     int blocks = N < shape.blocks ? (int)N : shape.blocks;
-    launch_shared(dev, kernel, blocks, shape.threads, shape.bytes, dinp, partial, dout, inp, weight, mean, rstd, N, C,
+    launch_kernel(dev, kernel, blocks, shape.threads, shape.bytes, dinp, partial, dout, inp, weight, mean, rstd, N, C,
                   shape.stages, codes);
     return blocks;
 }

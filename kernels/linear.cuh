@@ -109,10 +109,11 @@ void linear_forward_gelu(const Device* dev, const Operand<X>* gelu, X* pre_gelu,
 #ifdef __CUDACC__
     operand_need(dev, inp, true, true, N, l->C);
     operand_need(dev, weight, true, false, l->OC, l->C);
-    const MatmulGeluCodes codes = {operand_codes(gelu), gelu->columns, operand_scale_inv(inp),
-                                   operand_scale_inv(weight)};
+    MatmulGeluFp8 work = {};
+    work.codes = operand_codes(gelu), work.transposed = gelu->columns;
+    work.inverse_left = operand_scale_inv(inp), work.inverse_right = operand_scale_inv(weight);
     if constexpr (std::is_same_v<X, bf16>)
-        matmul_gelu_fp8_forward(dev, &codes, pre_gelu, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
+        matmul_gelu_fp8_forward(dev, work, pre_gelu, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
 #endif
 }
 
@@ -147,10 +148,11 @@ void linear_backward_gelu(const Device* dev, Linear<X, G>* before, const Linear<
         return;
     }
 #ifdef __CUDACC__
-    const MatmulGeluCodes codes = {operand_codes(dpre), dpre->columns, operand_scale_inv(dout),
-                                   operand_scale_inv(weight)};
+    MatmulGeluFp8 work = {};
+    work.codes = operand_codes(dpre), work.transposed = dpre->columns;
+    work.inverse_left = operand_scale_inv(dout), work.inverse_right = operand_scale_inv(weight);
     if constexpr (std::is_same_v<X, bf16>)
-        matmul_gelu_fp8_backward(dev, &codes, before->dbias, scratch, dout->rows, weight->columns, pre_gelu, N, C, OC,
+        matmul_gelu_fp8_backward(dev, work, before->dbias, scratch, dout->rows, weight->columns, pre_gelu, N, C, OC,
                                  accumulate);
 #endif
 }

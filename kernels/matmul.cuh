@@ -186,8 +186,7 @@ void matmul_backward_bias(const Device* dev, G* dbias, float* scratch, const X* 
 #ifdef __CUDACC__
     int slices = matmul_bias_slices<X>(dev, OC);
     dim3 grid(ceil_div(OC, matmul_bias_columns<X>), slices), block(32, 8);
-    matmul_backward_bias_kernel<<<grid, block, 0, dev->stream>>>(scratch, dout, N, OC);
-    check_launch();
+    launch_kernel(dev, matmul_backward_bias_kernel<X>, grid, block, 0, scratch, dout, N, OC);
     column_sum<G>(dev, &dbias, 1, scratch, slices, OC, accumulate);
 #endif
 }

@@ -185,9 +185,9 @@ __device__ __forceinline__ void mg_ask_bias(MatmulGeluWork& w) {
     w.bias_pair = column < w.shape.columns ? *reinterpret_cast<const uint32_t*>(w.bias + column) : 0;
 }
 
-__device__ __forceinline__ void mg_place_bias(const MatmulGeluWork& w) {
-    store_word(w.extra + w.parity * 512 + threadIdx.x % 128 * 4, w.bias_pair);
-    group_sync(1 + w.gemm.group, 128);
+__device__ __forceinline__ void mg_place_bias(uint32_t to, uint32_t pair, int group) {
+    store_word(to + threadIdx.x % 128 * 4, pair);
+    group_sync(1 + group, 128);
 }
 
 // Finds the tile after this one, in the course of the product, where nobody waits for the divisions.
@@ -213,7 +213,7 @@ struct MatmulGeluUser {
             mg_epilogue_backward<C>(w);
         else
             mg_epilogue_forward<C>(w);
-        if (!BACKWARD && C == 2 && !LAST) mg_place_bias(w);
+        if (!BACKWARD && C == 2 && !LAST) mg_place_bias(w.extra + w.parity * 512, w.bias_pair, w.gemm.group);
         if (!LAST && w.gemm.k < until) gemm_step<MatmulGeluUser>(w);
         if constexpr (!BACKWARD && C % 2 == 1) mg_store_forward<C / 2>(w);
         if constexpr (BACKWARD && !LAST) mg_take_slopes<C>(w);
@@ -294,10 +294,8 @@ __global__ void __launch_bounds__(384, 1)
 
 // True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
-    if (dev->compute != 90) return false;  // a CPU has no driver to ask
-    static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
-    return built && gemm_fits(dev, rows, columns, MG_SHARED_BYTES) && columns % 8 == 0 && depth % 8 == 0 &&
-           depth >= GEMM_MIN_DEPTH;
+    return hopper_runs(dev, matmul_gelu_kernel<true>) && gemm_fits(dev, rows, columns, MG_SHARED_BYTES) &&
+           columns % 8 == 0 && depth % 8 == 0 && depth >= GEMM_MIN_DEPTH;
 }
 
 // out, pre: (N, OC); inp: (N, C); weight: (OC, C); bias: (OC). Where matmul_gelu_fits(dev, N, OC, C).
@@ -305,7 +303,7 @@ inline void matmul_gelu_forward(const Device* dev, bf16* out, bf16* pre, const b
                                 const bf16* bias, int64_t N, int C, int OC) {
     MatmulGeluMaps maps = {tensor_map(inp, 1, N, C, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_COLUMNS),
                            tensor_map(out, 1, N, OC, 16), tensor_map(pre, 1, N, OC, 16)};
-    launch_shared(dev, matmul_gelu_kernel<false>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, OC, C), bias,
+    launch_kernel(dev, matmul_gelu_kernel<false>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, OC, C), bias,
                   nullptr);
 }
 
@@ -316,7 +314,7 @@ void matmul_gelu_backward(const Device* dev, bf16* dinp, G* dbias, float* scratc
                           const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
     MatmulGeluMaps maps = {tensor_map(dout, 1, N, OC, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_DEPTH),
                            tensor_map(dinp, 1, N, C, 16), tensor_map(pre, 1, N, C, 16)};
-    launch_shared(dev, matmul_gelu_kernel<true>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, C, OC),
+    launch_kernel(dev, matmul_gelu_kernel<true>, dev->sm_count, 384, MG_SHARED_BYTES, maps, gemm_shape(N, C, OC),
                   nullptr, scratch);
     column_sum(dev, &dbias, 1, scratch, (int)ceil_div(N, 64), C, accumulate);
 }

@@ -36,15 +36,16 @@ struct MatmulGeluFp8Maps {
     CUtensorMap a, b, pre;
 };
 
-// The arguments that both sides work with.
+// The arguments that both sides work with. The caller sets the second half: the codes of the result, and the scales of
+// the operands.
 struct MatmulGeluFp8 {
-    GemmShape shape;      // its depth is in codes
-    const bf16* bias;     // (columns), forward
-    const bf16* pre;      // (rows, columns), backward
-    float* partial;       // (rows / 128, columns) column sums, backward
-    uint8_t* transposed;  // (columns, rows) codes
-    Fp8Codes codes;       // by rows
-    const float *inverse_left, *inverse_right;
+    GemmShape shape;                            // its depth is in codes
+    const bf16* bias;                           // (columns), forward
+    const bf16* pre;                            // (rows, columns), backward
+    float* partial;                             // (rows / 128, columns) column sums, backward
+    uint8_t* transposed;                        // (columns, rows) codes
+    Fp8Codes codes;                             // by rows
+    const float *inverse_left, *inverse_right;  // device scalars
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -94,12 +95,6 @@ __device__ __forceinline__ void mq_product(Gemm<MQ_STAGES>& g, const GemmShape& 
     gemm_end_tile(g);
 }
 
-// The bias of a tile's columns, two a thread, into shared memory; two tiles take turns there.
-__device__ __forceinline__ void mq_place_bias(uint32_t to, uint32_t pair, int group) {
-    store_word(to + threadIdx.x % 128 * 4, pair);
-    group_sync(1 + group, 128);
-}
-
 // A multiplying warpgroup: its 64 rows of all tiles of this block, as bf16 into the panels.
 template <bool BACKWARD, typename T>
 __device__ __forceinline__ void mq_multiply(uint32_t shared, const GemmStages<MQ_STAGES>& stages,
@@ -120,7 +115,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const GemmStages<MQ
             bias_pair =
                 *reinterpret_cast<const uint32_t*>(w.bias + gemm_tile(index, w.shape).column + threadIdx.x % 128 * 2);
         mq_product<T>(g, w.shape, loads);
-        if (!BACKWARD) mq_place_bias(bias, bias_pair, group);
+        if (!BACKWARD) mg_place_bias(bias, bias_pair, group);
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
             barrier_wait(mq_panel_empty(shared, panel), parity ^ 1);
@@ -325,53 +320,33 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
 
 // True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
-    if (dev->compute != 90) return false;  // a CPU has no driver to ask
-    static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
-    return built && gemm_fits(dev, rows, columns, MQ_SHARED_BYTES) && rows % GEMM_ROWS == 0 &&
-           columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
-}
-
-// The codes of a product's result by rows and by columns (of `out.type`), and the scales of its operands.
-struct MatmulGeluCodes {
-    Fp8Codes out;
-    uint8_t* transposed;
-    const float *inverse_left, *inverse_right;  // device scalars
-};
-
-inline MatmulGeluFp8 matmul_gelu_fp8_work(const MatmulGeluCodes* codes, int64_t rows, int columns, int depth) {
-    MatmulGeluFp8 work = {};
-    work.shape = gemm_shape(rows, columns, depth);
-    work.codes = codes->out, work.transposed = codes->transposed;
-    work.inverse_left = codes->inverse_left, work.inverse_right = codes->inverse_right;
-    return work;
+    return hopper_runs(dev, matmul_gelu_kernel<true>) && gemm_fits(dev, rows, columns, MQ_SHARED_BYTES) &&
+           rows % GEMM_ROWS == 0 && columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
 }
 
 // pre: (N, OC) bf16, and the codes (e4m3) of gelu(pre), from codes inp: (N, C) and weight: (OC, C), e4m3; bias: (OC)
 // bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
-inline void matmul_gelu_fp8_forward(const Device* dev, const MatmulGeluCodes* codes, bf16* pre, const uint8_t* inp,
+inline void matmul_gelu_fp8_forward(const Device* dev, MatmulGeluFp8 work, bf16* pre, const uint8_t* inp,
                                     const uint8_t* weight, const bf16* bias, int64_t N, int C, int OC) {
     const MatmulGeluFp8Maps maps = {tensor_map(inp, 1, N, C / 2, GEMM_ROWS),
                                     tensor_map(weight, 1, OC, C / 2, GEMM_COLUMNS),
                                     tensor_map(pre, 1, N, OC, GEMM_ROWS)};
-    MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, OC, C);
-    work.bias = bias;
-    launch_shared(dev, matmul_gelu_fp8_kernel<false, FP8_E4M3>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
+    work.shape = gemm_shape(N, OC, C), work.bias = bias;
+    launch_kernel(dev, matmul_gelu_fp8_kernel<false, FP8_E4M3>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
 }
 
 // The codes of d = (dout W) * gelu'(pre), of dout's type; dbias: (C) (+)= the column sums of d; scratch:
 // matmul_gelu_scratch_bytes; dout: (N, OC) codes; weight: (C, OC) e4m3 codes of W by columns; pre: (N, C). Where
 // matmul_gelu_fp8_fits(dev, N, C, OC).
 template <typename G>
-void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G* dbias, float* scratch,
-                              const uint8_t* dout, const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC,
-                              bool accumulate) {
+void matmul_gelu_fp8_backward(const Device* dev, MatmulGeluFp8 work, G* dbias, float* scratch, const uint8_t* dout,
+                              const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
     const MatmulGeluFp8Maps maps = {tensor_map(dout, 1, N, OC / 2, GEMM_ROWS),
                                     tensor_map(weight, 1, C, OC / 2, GEMM_COLUMNS),
                                     tensor_map(pre, 1, N, C, GEMM_ROWS)};
-    MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, C, OC);
-    work.pre = pre, work.partial = scratch;
+    work.shape = gemm_shape(N, C, OC), work.pre = pre, work.partial = scratch;
     const auto kernel =
-        codes->out.type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
-    launch_shared(dev, kernel, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
+        work.codes.type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
+    launch_kernel(dev, kernel, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
     column_sum(dev, &dbias, 1, scratch, (int)(N / GEMM_ROWS), C, accumulate);
 }

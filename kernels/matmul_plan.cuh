@@ -138,9 +138,8 @@ struct MatmulTrial {
 // whether they are e4m3 or e5m2.
 inline void matmul_fill(const Device* dev, const void* to, int64_t bytes, bool fp8, uint32_t seed) {
     const int64_t words = bytes / 4;
-    matmul_fill_kernel<<<(unsigned)ceil_div(words, 256), 256, 0, dev->stream>>>(
-        (uint32_t*)to, words, fp8 ? 0x87878787u : 0x80ff80ffu, fp8 ? 0x30303030u : 0x3f003f00u, seed);
-    check_launch();
+    launch_kernel(dev, matmul_fill_kernel, (unsigned)ceil_div(words, 256), 256, 0, (uint32_t*)to, words,
+                  fp8 ? 0x87878787u : 0x80ff80ffu, fp8 ? 0x30303030u : 0x3f003f00u, seed);
 }
 
 // Fills the operands with random values, so that algorithms that sum in different orders differ in bits. `memory`: 256
@@ -167,14 +166,12 @@ inline MatmulTrial matmul_trial(const Device* dev, const MatmulShape* s, const M
 inline unsigned long long matmul_hash(const Device* dev, const MatmulTrial* trial) {
     unsigned long long hash;
     device_zero(dev, trial->hash, sizeof(hash));
-    matmul_hash_kernel<<<4 * dev->sm_count, 256, 0, dev->stream>>>(trial->hash, (const uint32_t*)trial->pointers.d,
-                                                                   trial->output_bytes / 4);
-    check_launch();
-    if (trial->aux_bytes > 0) {
-        matmul_hash_kernel<<<4 * dev->sm_count, 256, 0, dev->stream>>>(
-            trial->hash, (const uint32_t*)trial->pointers.aux, trial->aux_bytes / 4);
-        check_launch();
-    }
+    const auto add = [&](const void* values, int64_t bytes) {
+        launch_kernel(dev, matmul_hash_kernel, 4 * dev->sm_count, 256, 0, trial->hash, (const uint32_t*)values,
+                      bytes / 4);
+    };
+    add(trial->pointers.d, trial->output_bytes);
+    if (trial->aux_bytes > 0) add(trial->pointers.aux, trial->aux_bytes);
     copy_to_host(dev, &hash, trial->hash, sizeof(hash));
     return hash;
 }

@@ -98,8 +98,7 @@ static __global__ void matmul_part_kernel(float* to, const float* x, int64_t n, 
 
 inline void matmul_part(const Device* dev, float* to, const float* x, int64_t n, bool rest) {
     const int64_t blocks = ceil_div(n, 1024);
-    matmul_part_kernel<<<(unsigned)(blocks < 8192 ? blocks : 8192), 256, 0, dev->stream>>>(to, x, n, rest);
-    check_launch();
+    launch_kernel(dev, matmul_part_kernel, (unsigned)(blocks < 8192 ? blocks : 8192), 256, 0, to, x, n, rest);
 }
 
 // One product of fp32 as three of TF32. Each operand is the sum of two parts of 11 bits and a rest of at most 2^-22 of

@@ -6,9 +6,7 @@
 // computed with it, and a token gives the same text alone, in a batch of samples and as a part of a prompt.
 //
 // CPU: the chains of cpu_gemm.h (fmaf over k = 0 .. C - 1 from the bias on), therefore the same bits as
-// matmul_forward_cpu. That function copies W into panels in each call, which costs more than one row's products. Here W
-// is packed once into panels of 64 outputs with k outermost, as bf16 where every value is one (the weights of most
-// checkpoints), since then half as many bytes pass.
+// matmul_forward_cpu. That function first copies W into panels, which costs more than some rows' products.
 //
 // GPU, bf16: mma.sync with a band of 16 outputs' weights as the 16-row operand and a tile of up to 8 rows of inp as the
 // 8 columns of the other, both from global memory straight into registers. The sum over k may take its terms in any
@@ -25,94 +23,21 @@
 #include "mma.cuh"
 #endif
 
-constexpr int PACKED_COLS = 64;  // outputs of a panel: eight vector registers of chains, which hide a fmaf's latency
-constexpr int PACKED_ROWS = 8;   // with more rows than these matmul_forward_cpu is faster
+constexpr int MATMUL_ROWS_CHAINS = 8;  // outputs at a time: the chains hide each other's latency
+constexpr int MATMUL_ROWS_FEW = 4;     // with more rows matmul_forward_cpu is faster
 
-// A weight (OC, C), OC a multiple of 64, as panels (OC / 64, C, 64).
-struct PackedMatrix {
-    int64_t OC, C;
-    bool narrow;  // bf16, otherwise fp32
-    void* panels;
-};
-
-// The caller frees it with packed_matrix_free. It looks at all values to learn if bf16 holds them.
-inline PackedMatrix packed_matrix(const float* weight /*(OC,C)*/, int64_t OC, int64_t C) {
-    assert(OC % PACKED_COLS == 0);
-    int64_t wide = 0;
-#pragma omp parallel for simd reduction(+ : wide)
-    for (int64_t i = 0; i < OC * C; i++) {
-        uint32_t bits;
-        memcpy(&bits, &weight[i], 4);
-        wide += (bits & 0xffffu) != 0;
-    }
-    PackedMatrix packed = {OC, C, wide == 0, nullptr};
-    packed.panels = memory_aligned(64, (size_t)(OC * C) * (packed.narrow ? 2 : 4));
+// matmul_forward_cpu for few rows; out: (N, OC); inp: (N, C); weight: (OC, C); bias: (OC) or NULL
+inline void matmul_rows_cpu(float* out, const float* inp, const float* weight, const float* bias, int64_t N, int64_t C,
+                            int64_t OC) {
 #pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < OC / PACKED_COLS; panel++) {
-        for (int64_t j = 0; j < PACKED_COLS; j++) {
-            const float* row = weight + (panel * PACKED_COLS + j) * C;
-            int64_t at = panel * C * PACKED_COLS + j;
-            for (int64_t k = 0; k < C; k++, at += PACKED_COLS) {
-                uint32_t bits;
-                memcpy(&bits, &row[k], 4);
-                if (packed.narrow) ((uint16_t*)packed.panels)[at] = (uint16_t)(bits >> 16);
-                if (!packed.narrow) ((float*)packed.panels)[at] = row[k];
-            }
-        }
-    }
-    return packed;
-}
-
-inline float packed_value(float value) {
-    return value;
-}
-
-inline float packed_value(uint16_t code) {
-    uint32_t bits = (uint32_t)code << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-// out: (C) = row `o` of the matrix
-inline void packed_matrix_row(float* out, const PackedMatrix* packed, int64_t o) {
-    const int64_t first = o / PACKED_COLS * PACKED_COLS * packed->C + o % PACKED_COLS;
-    for (int64_t k = 0; k < packed->C; k++) {
-        const int64_t at = first + k * PACKED_COLS;
-        out[k] = packed->narrow ? packed_value(((uint16_t*)packed->panels)[at]) : ((float*)packed->panels)[at];
-    }
-}
-
-inline void packed_matrix_free(PackedMatrix* packed) {
-    free(packed->panels);
-    packed->panels = nullptr;
-}
-
-// One row's outputs of a panel: out (64), bias (64) or NULL, inp (C), panel (C, 64).
-template <typename W>
-inline void packed_row(float* __restrict__ out, const float* __restrict__ bias, const float* __restrict__ inp,
-                       const W* __restrict__ panel, int64_t C) {
-    float sum[PACKED_COLS];
-    for (int j = 0; j < PACKED_COLS; j++) sum[j] = bias ? bias[j] : 0.0f;
-    for (int64_t k = 0; k < C; k++) {
-#pragma omp simd
-        for (int j = 0; j < PACKED_COLS; j++) {
-            sum[j] = fmaf(inp[k], packed_value(panel[k * PACKED_COLS + j]), sum[j]);
-        }
-    }
-    for (int j = 0; j < PACKED_COLS; j++) out[j] = sum[j];
-}
-
-// matmul_forward_cpu with packed weights; out: (N, OC); inp: (N, C); bias: (OC) or NULL
-inline void matmul_rows_cpu(float* out, const float* inp, const PackedMatrix* weight, const float* bias, int64_t N) {
-    const int64_t OC = weight->OC, C = weight->C;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < OC / PACKED_COLS; panel++) {
-        const int64_t o = panel * PACKED_COLS;
+    for (int64_t o = 0; o < OC; o += MATMUL_ROWS_CHAINS) {
         for (int64_t n = 0; n < N; n++) {
-            const float* from = bias ? bias + o : nullptr;
-            if (weight->narrow) packed_row(out + n * OC + o, from, inp + n * C, (uint16_t*)weight->panels + o * C, C);
-            if (!weight->narrow) packed_row(out + n * OC + o, from, inp + n * C, (float*)weight->panels + o * C, C);
+            float sum[MATMUL_ROWS_CHAINS];
+            for (int j = 0; j < MATMUL_ROWS_CHAINS; j++) sum[j] = bias ? bias[o + j] : 0.0f;
+            for (int64_t k = 0; k < C; k++)
+                for (int j = 0; j < MATMUL_ROWS_CHAINS; j++)
+                    sum[j] = fmaf(inp[n * C + k], weight[(o + j) * C + k], sum[j]);
+            memcpy(out + n * OC + o, sum, sizeof(sum));
         }
     }
 }
@@ -228,25 +153,23 @@ void matmul_rows_choose(const Device* dev, D* out, const bf16* inp, const bf16* 
 }
 #endif
 
-// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL; `packed`: on the
-// CPU a copy of weight, or NULL; with it, weight may be NULL. Both give the same bits. D is X, or float for logits. C
-// and OC are multiples of 64.
+// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL. D is X, or float for
+// logits. C and OC are multiples of 64.
 template <typename X, typename D>
-void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const PackedMatrix* packed, const X* bias,
-                 bool gelu, int N, int C, int OC) {
+void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const X* bias, bool gelu, int N, int C,
+                 int OC) {
     assert(C % 64 == 0 && OC % 64 == 0);
     if constexpr (std::is_same_v<X, float>) {
-        const bool panels = packed && (N <= PACKED_ROWS || !weight);
-        if (!dev->gpu && panels) matmul_rows_cpu(out, inp, packed, bias, N);
-        if (!dev->gpu && !panels) matmul_forward_cpu(out, nullptr, inp, weight, bias, N, C, OC);
+        const bool few = N <= MATMUL_ROWS_FEW;
+        if (!dev->gpu && few) matmul_rows_cpu(out, inp, weight, bias, N, C, OC);
+        if (!dev->gpu && !few) matmul_forward_cpu(out, nullptr, inp, weight, bias, N, C, OC);
         if (!dev->gpu && gelu) gelu_forward_cpu(out, out, (int64_t)N * OC);
     }
     if (!dev->gpu) return;
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, float>) {
         dim3 grid(OC / 8, N);
-        matmul_rows_fp32_kernel<<<grid, 256, 0, dev->stream>>>((float*)out, inp, weight, bias, gelu, C, OC);
-        check_launch();
+        launch_kernel(dev, matmul_rows_fp32_kernel, grid, 256, 0, (float*)out, inp, weight, bias, gelu, C, OC);
     } else {
         matmul_rows_choose(dev, out, inp, weight, bias, gelu, N, C, OC);
     }

@@ -79,11 +79,7 @@ inline SymmetricShape symmetric_shape(const SymmetricProduct* p) {
     return s;
 }
 
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    inline SymmetricTile
-    symmetric_tile(int index, const SymmetricShape& s) {
+__host__ __device__ inline SymmetricTile symmetric_tile(int index, const SymmetricShape& s) {
     const int matrix = index / (s.whole + s.half);
     int i = index % (s.whole + s.half);
     if (i >= s.whole) {
@@ -351,11 +347,10 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 // True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
 // may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
-    if (dev->compute != 90) return false;  // a CPU has no driver to ask
-    static const bool built = hopper_kernel_is_built(symmetric_product_kernel<0, 0>);
-    return built && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 && p->depth % 8 == 0 &&
-           p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 && p->rows < 1 << 20 &&
-           p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 && !(p->transpose_a && p->transpose_b) &&
+    return hopper_runs(dev, symmetric_product_kernel<0, 0>) && dev->shared_memory >= SP_SHARED_BYTES &&
+           p->cols % 8 == 0 && p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH &&
+           p->depth < 1 << 20 && p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
+           !(p->transpose_a && p->transpose_b) &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
 }
 
@@ -365,9 +360,8 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
     matmul_product<__half, __half>(dev, &plain, d, a, b, c);
     if (p->gamma == 0.0f) return;
     const int64_t blocks = ceil_div((p->rows < p->cols ? p->rows : p->cols) * p->batch, 256);
-    symmetric_diagonal_kernel<<<(unsigned)(blocks < 4096 ? blocks : 4096), 256, 0, dev->stream>>>(d, p->rows, p->cols,
-                                                                                                  p->batch, p->gamma);
-    check_launch();
+    launch_kernel(dev, symmetric_diagonal_kernel, (unsigned)(blocks < 4096 ? blocks : 4096), 256, 0, d, p->rows,
+                  p->cols, p->batch, p->gamma);
 }
 
 // Makes a product on a GPU. d differs from a, b and c. Dimensions are multiples of 8.
@@ -390,6 +384,6 @@ inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __ha
                         : b_mn ? symmetric_product_kernel<0, 1>
                                : symmetric_product_kernel<0, 0>;
     const int tiles = launch.shape.tiles, blocks = tiles < dev->sm_count ? tiles : dev->sm_count;
-    launch_shared(dev, kernel, (unsigned)blocks, 384, SP_SHARED_BYTES, launch);
+    launch_kernel(dev, kernel, (unsigned)blocks, 384, SP_SHARED_BYTES, launch);
 }
 #endif

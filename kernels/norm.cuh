@@ -164,11 +164,7 @@ void tile_squares(const Device* dev, cudaStream_t stream, double* square, const 
 inline void part_norm(const Device* dev, const PartClip& clip, const double* square, const PartTiles& tiles) {
     assert(tiles.count <= PART_TENSORS);
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        part_norm_kernel<<<1, NORM_THREADS, 0, dev->stream>>>(clip, square, tiles);
-        check_launch();
-        return;
-    }
+    if (dev->gpu) return launch_kernel(dev, part_norm_kernel, 1, NORM_THREADS, 0, clip, square, tiles);
 #endif
     double sum[PART_TENSORS];
     for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares_cpu(square + tiles.first[t], tiles.tiles[t]);
@@ -185,11 +181,7 @@ inline void norm_of_tiles(const Device* dev, float* norm, const double* square, 
 inline void part_norm_finish(const Device* dev, float* scalars, float* left_alone, float* last, const double* square,
                              int parts) {
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        part_norm_end_kernel<<<1, 1, 0, dev->stream>>>(scalars, left_alone, last, square, parts);
-        check_launch();
-        return;
-    }
+    if (dev->gpu) return launch_kernel(dev, part_norm_end_kernel, 1, 1, 0, scalars, left_alone, last, square, parts);
 #endif
     part_norm_end(scalars, left_alone, last, square, parts);
 }

@@ -70,26 +70,10 @@ __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity
     return done != 0;
 }
 
-// True if the phase has ended. It never waits.
-__device__ __forceinline__ bool barrier_is_past(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 // Orders this thread's earlier accesses to shared memory before later ones by TMA and wgmma; a barrier must follow
 // [Memory Consistency Model: Proxies; membar/fence].
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// The same also for global memory, and for writes of other threads that this one has acquired.
-__device__ __forceinline__ void fence_async_all() {
-    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // TMA copies a run of bytes; addresses and size are multiples of 16 [Data Movement: cp.async.bulk]. One thread starts

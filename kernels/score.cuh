@@ -51,8 +51,7 @@ void gather_rows(const Device* dev, X* out, const X* inp, const int* places, int
         return;
     }
 #ifdef __CUDACC__
-    gather_rows_kernel<X><<<(unsigned)R, 128, 0, dev->stream>>>(out, inp, places, C);
-    check_launch();
+    launch_kernel(dev, gather_rows_kernel<X>, (unsigned)R, 128, 0, out, inp, places, C);
 #endif
 }
 
@@ -61,8 +60,7 @@ inline void score(const Device* dev, float* losses, int* likeliest, float* logit
                   int Vp) {
     if (!dev->gpu) return score_cpu(losses, likeliest, logits, targets, R, V, Vp);
 #ifdef __CUDACC__
-    likeliest_kernel<<<(unsigned)R, CLASSIFIER_THREADS, 0, dev->stream>>>(likeliest, logits, targets, V, Vp);
-    check_launch();
+    launch_kernel(dev, likeliest_kernel, (unsigned)R, CLASSIFIER_THREADS, 0, likeliest, logits, targets, V, Vp);
     classifier<float>(dev, losses, logits, targets, 0, false, R, V, Vp);
 #endif
 }

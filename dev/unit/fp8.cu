@@ -85,17 +85,17 @@ TEST(fp8_history) {
                                                  : fp8_scale(1.0f, FP8_E4M3, 1);
         expect(f.scale[0] == want && f.scale_inv[0] == 1.0f / want, "step %d: scale %g, want %g", step, f.scale[0],
                want);
-        fp8_amax_cpu(&f, 0, step == 0 ? 8.0f : 1.0f, step);
-        if (step == 3) fp8_amax_cpu(&f, 1, INFINITY, 0);
-        fp8_end(&dev, &f, &factor, &saturated);
+        f.amax[0] = fp8_bits(step == 0 ? 8.0f : 1.0f), f.amax[f.slots] += (uint32_t)step;
+        if (step == 3) f.amax[1] = fp8_bits(INFINITY);
+        fp8_event(&dev, &f, FP8_END, &factor, &saturated);
         expect(saturated == (float)step, "step %d: %g saturated", step, saturated);
     }
     expect(f.amax_history[FP8_HISTORY] == 0.0f, "infinity is remembered");
     float before = f.amax_history[0];
     fp8_begin(&dev, &f);
-    fp8_amax_cpu(&f, 0, 100.0f, 0);
+    f.amax[0] = fp8_bits(100.0f);
     factor = NAN;
-    fp8_end(&dev, &f, &factor, &saturated);
+    fp8_event(&dev, &f, FP8_END, &factor, &saturated);
     expect(f.amax_history[0] == before, "a step that changed nothing is remembered");
 }
 
@@ -528,7 +528,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     Room room(dev);
     GeluProducts p = gelu_products_open(&room, N, C, OC, FP8_E4M3);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, FP8_E4M3};
-    const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
+    const MatmulGeluFp8 codes = {{}, nullptr, nullptr, nullptr, p.columns, out, p.f.scale_inv, p.f.scale_inv + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, FP8_E4M3}, {p.weight_codes, 1, FP8_E4M3},
                       p.bias.device, N, OC, C, true, false);
     const bf16* stored = room.to_host(p.want.device, N * OC);
@@ -536,7 +536,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1);
     check_output<bf16>(test, worst, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
-        matmul_gelu_fp8_forward(dev, &codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
+        matmul_gelu_fp8_forward(dev, codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
     });
     const uint32_t* found = room.to_host(p.f.amax, 7);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, FP8_E4M3};
@@ -558,7 +558,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     Room room(dev);
     GeluProducts p = gelu_products_open(&room, N, C, OC, type);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, type};
-    const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
+    const MatmulGeluFp8 codes = {{}, nullptr, nullptr, nullptr, p.columns, out, p.f.scale_inv, p.f.scale_inv + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, type}, {p.weight_codes, 1, FP8_E4M3},
                       (const bf16*)nullptr, N, OC, C, true, false);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
@@ -569,7 +569,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1), size = 0.1 * sqrt((double)C);
     check_output<float>(test, worst, "dbias", &p.dbias, nullptr, want,
                         sqrt((double)N) * 6 * (cut + size * epsilon<bf16>()), [&] {
-                            matmul_gelu_fp8_backward<float>(dev, &codes, p.dbias.device, p.scratch, p.left_codes,
+                            matmul_gelu_fp8_backward<float>(dev, codes, p.dbias.device, p.scratch, p.left_codes,
                                                             p.weight_codes, p.pre.device, N, OC, C, false);
                         });
     const int64_t apart = codes_apart(&room, &p, N * OC, type, cut + size * epsilon<bf16>());

@@ -134,8 +134,7 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.copy(x.host, N * C);
     float *want_mean = room.host<float>(N), *want_rstd = room.host<float>(N);
     double bound = EPS32 * (8 + sqrt((double)C));
-    residual_forward_cpu(want_sum, x.host, y.host, N * C);
-    for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(want_sum[i]));
+    for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(x.host[i] + y.host[i]));
     layernorm_forward_cpu(want, want_mean, want_rstd, want_sum, weight.host, bias.host, N, C);
     auto fused = [&] {
         residual_layernorm_forward(dev, sum.device, out.device, mean.device, rstd.device, x.device, y.device,
@@ -429,7 +428,7 @@ void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int O
 
 TEST(matmul_gelu_gpu) {
     Device dev = test_device(true);
-    if (dev.compute == 90 && hopper_kernel_is_built(matmul_gelu_kernel<true>)) {
+    if (hopper_runs(&dev, matmul_gelu_kernel<true>)) {
         matmul_gelu_gpu_case(test, &dev, 3000, 456, 1544);
         matmul_gelu_gpu_case(test, &dev, 16384, 768, 3072);
         matmul_gelu_gpu_case(test, &dev, 20001, 1600, 264);

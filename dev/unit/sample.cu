@@ -149,25 +149,15 @@ int64_t window_begin(int64_t prompt, int64_t used, int T) {
 
 TEST(sampling_rows_are_the_matmul) {
     Device dev = test_device(false);
-    const int shapes[][2] = {{64, 64}, {192, 448}, {768, 320}};
-    for (bool narrow : {true, false}) {
-        for (const auto& shape : shapes) {
-            const int C = shape[0], OC = shape[1];
-            float *weight = random_floats((int64_t)OC * C, 1, 1), *bias = random_floats(OC, 2, 1);
-            for (int64_t i = 0; i < (int64_t)OC * C && narrow; i++) weight[i] = to_float(from_float<bf16>(weight[i]));
-            PackedMatrix packed = packed_matrix(weight, OC, C);
-            expect(packed.narrow == narrow, "weights are kept as %s", packed.narrow ? "bf16" : "fp32");
-            for (int N : {1, 3, 8, 9}) {
-                float *inp = random_floats((int64_t)N * C, 3, 1), *want = floats((int64_t)N * OC);
-                float *fc = floats((int64_t)N * OC), *got = floats((int64_t)N * OC);
-                matmul_forward_cpu(want, fc, inp, weight, bias, N, C, OC);
-                matmul_rows<float, float>(&dev, got, inp, weight, &packed, bias, true, N, C, OC);
-                expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "gelu of %d x %d x %d differs", N, C, OC);
-                matmul_forward_cpu(want, nullptr, inp, weight, nullptr, N, C, OC);
-                matmul_rows<float, float>(&dev, got, inp, weight, &packed, nullptr, false, N, C, OC);
-                expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "%d x %d x %d differs", N, C, OC);
-            }
-            packed_matrix_free(&packed);
+    constexpr int C = 192, OC = 448;
+    Room room(&dev);
+    float *weight = random_floats((int64_t)OC * C, 1, 1), *bias = random_floats(OC, 2, 1);
+    for (int N : {1, 3, 4, 5}) {
+        float *inp = random_floats(N * C, 3, 1), *want = room.host<float>(N * OC), *got = room.host<float>(N * OC);
+        for (const float* b : {bias, (float*)nullptr}) {
+            matmul_forward_cpu(want, nullptr, inp, weight, b, N, C, OC);
+            matmul_rows<float, float>(&dev, got, inp, weight, b, false, N, C, OC);
+            expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "%d rows differ", N);
         }
     }
 }
@@ -176,28 +166,25 @@ TEST(sampling_rows_are_the_matmul) {
 TEST(sampling_cache_changes_no_bit) {
     constexpr int STEPS = 40;
     Device dev = test_device(false);
-    for (bool narrow : {true, false}) {
-        const Weights w(&SMALL, narrow, 7);
-        const int prompts[] = {1, 5, 24, 25, 90};
-        DecodeText texts[5];
-        DrawOptions draw = {0.9, 20, 3};
-        Sampler sampler(&dev, &SMALL, &w, true, 5, &draw, STEPS);
-        for (int i = 0; i < 5; i++) texts[i] = text_begin(&sampler.room, prompts[i], i);
-        decode_texts(&sampler.decoder, texts, 5, STEPS);
-        float* want = sampler.room.host<float>(SMALL.Vp);
-        for (int i = 0; i < 5; i++) {
-            expect(texts[i].used == prompts[i] + STEPS, "text %d has %lld tokens", i, (long long)texts[i].used);
-            for (int step = 0; step < STEPS; step++) {
-                const int64_t used = prompts[i] + step, begin = window_begin(prompts[i], used, SMALL.T);
-                plain_logits(want, &SMALL, &w, texts[i].tokens + begin, (int)(used - begin));
-                const float* got = sampler.logits + ((int64_t)step * 5 + i) * SMALL.Vp;
-                expect(memcmp(got, want, SMALL.V * 4) == 0, "text %d, step %d: other logits than without a cache", i,
-                       step);
-                const int token = draw_row_cpu(want, SMALL.V, &draw, i, (int)used);
-                expect(token == texts[i].tokens[used], "text %d, step %d: token %d, want %d", i, step,
-                       texts[i].tokens[used], token);
-                if (test->failures) break;
-            }
+    const Weights w(&SMALL, false, 7);
+    const int prompts[] = {1, 5, 24, 25, 90};
+    DecodeText texts[5];
+    DrawOptions draw = {0.9, 20, 3};
+    Sampler sampler(&dev, &SMALL, &w, true, 5, &draw, STEPS);
+    for (int i = 0; i < 5; i++) texts[i] = text_begin(&sampler.room, prompts[i], i);
+    decode_texts(&sampler.decoder, texts, 5, STEPS);
+    float* want = sampler.room.host<float>(SMALL.Vp);
+    for (int i = 0; i < 5; i++) {
+        expect(texts[i].used == prompts[i] + STEPS, "text %d has %lld tokens", i, (long long)texts[i].used);
+        for (int step = 0; step < STEPS; step++) {
+            const int64_t used = prompts[i] + step, begin = window_begin(prompts[i], used, SMALL.T);
+            plain_logits(want, &SMALL, &w, texts[i].tokens + begin, (int)(used - begin));
+            const float* got = sampler.logits + ((int64_t)step * 5 + i) * SMALL.Vp;
+            expect(memcmp(got, want, SMALL.V * 4) == 0, "text %d, step %d: other logits than without a cache", i, step);
+            const int token = draw_row_cpu(want, SMALL.V, &draw, i, (int)used);
+            expect(token == texts[i].tokens[used], "text %d, step %d: token %d, want %d", i, step,
+                   texts[i].tokens[used], token);
+            if (test->failures) break;
         }
     }
 }
@@ -326,12 +313,11 @@ void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C
     Room room(dev);
     float *want = room.host<float>((int64_t)N * OC), *fc = room.host<float>((int64_t)N * OC);
     matmul_forward_cpu(want, gelu ? fc : nullptr, inp.host, weight.host, bias.host, N, C, OC);
-    check_output(test, worst, "rows", &out, nullptr, want, product_bound(C, 1), [&] {
-        matmul_rows<X, X>(dev, out.device, inp.device, weight.device, nullptr, bias.device, gelu, N, C, OC);
-    });
+    check_output(test, worst, "rows", &out, nullptr, want, product_bound(C, 1),
+                 [&] { matmul_rows<X, X>(dev, out.device, inp.device, weight.device, bias.device, gelu, N, C, OC); });
     matmul_forward_cpu(want, nullptr, inp.host, weight.host, nullptr, N, C, OC);
     check_output(test, worst, "logits", &logits, nullptr, want, product_bound(C, 1), [&] {
-        matmul_rows<X, float>(dev, logits.device, inp.device, weight.device, nullptr, nullptr, false, N, C, OC);
+        matmul_rows<X, float>(dev, logits.device, inp.device, weight.device, nullptr, false, N, C, OC);
     });
 }
 
@@ -358,7 +344,7 @@ void matmul_rows_bits(Test* test, Device dev, int C, int OC) {
     Array<float> alone(&dev, (int64_t)most * OC), rows(&dev, alone.n);
     const auto run = [&](float* out, int first, int N) {
         matmul_rows<X, float>(&dev, out + (int64_t)first * OC, inp.device + (int64_t)first * C, weight.device, nullptr,
-                              nullptr, false, N, C, OC);
+                              false, N, C, OC);
     };
     for (int n = 0; n < most; n++) run(alone.device, n, 1);
     copy_to_host(&dev, alone.host, alone.device, alone.n * 4);
@@ -412,6 +398,13 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     };
     check_output(test, worst, "cache after attention", &cache, before, appended, 1e-30, run);
     check_output(test, worst, "attention that appends", &outputs, nullptr, want, product_bound(T + HS, 1), run);
+    // One block a head gives the bits of four.
+    const X* four = room.to_host(outputs.device, outputs.n);
+    Device small = *dev;
+    small.sm_count = 1;
+    attention_decode(&small, outputs.device, qkv.device, cache.device, &device, apart, C, NH, true);
+    const X* one = room.to_host(outputs.device, outputs.n);
+    expect(memcmp(four, one, outputs.n * sizeof(X)) == 0, "%d keys: one block has other bits than four", T);
 }
 
 OPERATOR_TEST(sampling_attention_gpu) {
