@@ -4,20 +4,14 @@
 #   dev/device.sh pack       here, without a GPU: builds, and puts what was built and build/wiki into .carry/built
 #   dev/device.sh unpack     there, first of all; the other steps then find everything built, and no test is skipped
 #   dev/device.sh prove      all tests (28 at once), racecheck; $OUT/logs.tgz
-#   dev/device.sh speed      the optimizer's table (of OPTIM, or all; 1558M on the second GPU, if there is one), 500 steps of
-#                            GPT-2 124M with each of PRESETS, a GPU each; $OUT/logs.tgz
-#   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
-#                            (480, or what TOTAL leaves), JOBS (1) a GPU: $OUT/$SWEEP.tgz holds all records, for
-#                            dev/compare/results/$SWEEP (COMMIT: what they record where git cannot be asked)
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun's and by Slurm's variables;
 #                            without a GPU over the tests' stand-in for NCCL
-# So a whole call is
-#   COMMIT=... TOTAL=585 dev/device.sh unpack prove study
-# The next call may get another machine: before it, untar $OUT/$SWEEP.tgz here into dev/compare/results/$SWEEP, or its runs
-# are repeated. README.md beside this file lists the commands for a machine of one's own.
+# Speed and loss have commands of their own (README.md), such as ./build/dev/optim --csv FILE, or for a part of a study
+#   python3 dev/compare/run.py dev/compare/sweeps/d6.toml --out build/d6 --budget 480 --no-check --no-report
+# where build/d6 holds the runs.jsonl of dev/compare/results/d6, or they are repeated.
 set -u -o pipefail
 cd "$(dirname "$0")/.." || exit
-OUT=${OUT:-build/device} SWEEP=${SWEEP:-d6}
+OUT=${OUT:-build/device}
 export NIBBLE_GPT2=build/wiki # which has GPT-2's vocabulary
 mkdir -p "$OUT" build/logs
 status=0
@@ -91,46 +85,10 @@ prove() {
     tail -n 2 build/logs/race.log
 }
 
-# The optimizer's table of some sizes on one GPU, to build/logs/optim_NAME.csv and .log.
-table() { # GPU SIZES NAME
-    CUDA_VISIBLE_DEVICES=$1 ./build/dev/optim --sizes "$2" --csv "build/logs/optim_$3.csv" ${OPTIM:-} > "build/logs/optim_$3.log" 2>&1
-}
-
-speed() {
-    local gpu=0 preset
-    table 0 1g,124m a &
-    [ "$gpus" -gt 1 ] || wait $! || failed build/logs/optim_a.log
-    table $((gpus > 1)) 1558m b || failed build/logs/optim_b.log
-    wait
-    tail -n 1 build/logs/optim_a.log build/logs/optim_b.log
-    for preset in ${PRESETS:-}; do
-        rm -rf "build/p_$preset"
-        CUDA_VISIBLE_DEVICES=$gpu ./train --data build/wiki --model gpt2 --batch 64 --tokens-per-step 65536 --steps 500 \
-            --warmup 60 --lr 6e-4 --preset "$preset" --run "build/p_$preset" --sample-every 0 > "build/logs/$preset.log" 2>&1 &
-        gpu=$((gpu + 1))
-        [ "$gpu" -lt "$gpus" ] || { wait; gpu=0; }
-    done
-    wait
-    for preset in ${PRESETS:-}; do
-        grep -HE 'B/param|^ override|^val|error' "build/logs/$preset.log"
-        grep -q '^val  *500 ' "build/logs/$preset.log" || failed "build/logs/$preset.log"
-    done
-}
-
-study() {
-    local records=build/study/$SWEEP left=${TOTAL:+$((TOTAL > SECONDS ? TOTAL - SECONDS : 0))}
-    mkdir -p "$records"
-    [ -f "$records/runs.jsonl" ] || cp "dev/compare/results/$SWEEP/runs.jsonl" "$records/" 2> /dev/null || echo "no runs of $SWEEP yet"
-    python3 dev/compare/run.py "dev/compare/sweeps/$SWEEP.toml" --out "$records" --budget "${BUDGET:-${left:-480}}" --jobs "${JOBS:-1}" \
-        --no-check --no-report --silence 120 ${COMMIT:+--commit "$COMMIT"} > "$OUT/study.log" 2>&1 || failed "$OUT/study.log"
-    tail -n 2 "$OUT/study.log"
-    tar -C "$records" -czf "$OUT/$SWEEP.tgz" runs.jsonl
-}
-
 for step in "$@"; do
     case $step in
-    pack | unpack | prove | speed | study | launchers) "$step" ;;
-    *) echo "device.sh: unknown step $step; type pack, unpack, prove, speed, study or launchers" >&2; exit 2 ;;
+    pack | unpack | prove | launchers) "$step" ;;
+    *) echo "device.sh: unknown step $step; type pack, unpack, prove or launchers" >&2; exit 2 ;;
     esac
     echo "$step: ended after $SECONDS s"
 done

@@ -16,7 +16,6 @@ NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the DMA copy engines. Options
 """
 import argparse
 import array
-import json
 import os
 import random
 import re
@@ -26,14 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from problem import Parser, Problem, answered
+from runlog import RunLog
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-class Died(Exception):
-    """Says that a run ended before its steps were done, with the last lines that it printed."""
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def write_tokens(path, tokens):
@@ -41,9 +38,7 @@ def write_tokens(path, tokens):
     draw = random.Random(1)
     few = [int(50257 * draw.random() ** 3) for _ in range(1 << 17)]
     header = array.array("i", [20240520, 1, tokens] + [0] * 253)
-    with open(path, "wb") as file:
-        file.write(header.tobytes())
-        file.write(array.array("H", (few * (tokens // len(few) + 1))[:tokens]).tobytes())
+    path.write_bytes(header.tobytes() + array.array("H", (few * (tokens // len(few) + 1))[:tokens]).tobytes())
 
 
 def ask_gpus(what, *more):
@@ -52,9 +47,9 @@ def ask_gpus(what, *more):
     try:
         found = subprocess.run(query, capture_output=True, text=True)
     except OSError as error:
-        raise Problem("nvidia-smi: %s; this table wants NVIDIA GPUs and their driver" % error.strerror) from None
+        raise Problem(f"nvidia-smi: {error.strerror}; this table wants NVIDIA GPUs and their driver") from None
     if found.returncode != 0:
-        raise Problem("%s: %s" % (" ".join(query), " ".join((found.stdout + found.stderr).split())))
+        raise Problem(f"{' '.join(query)}: {' '.join((found.stdout + found.stderr).split())}")
     return found.stdout.split()
 
 
@@ -68,59 +63,52 @@ class Run:
 
     def __init__(self, options, folder, size, gpus, shard):
         model, batch, micro_batches = size
-        self.run, self.steps, self.skip = "%s/run_%s" % (folder, gpus[0]), options.steps, options.skip
-        self.gpu, self.before, self.seen = gpus[0], memory_in_use(gpus[0]), 0.0
+        self.run, self.options, self.gpu = folder / f"run_{gpus[0]}", options, gpus[0]
+        self.before, self.seen, self.died = memory_in_use(self.gpu), 0.0, ""
         shutil.rmtree(self.run, ignore_errors=True)
-        tokens = batch * options.seq * micro_batches * len(gpus)
-        command = [options.trainer, "--data", folder + "/tokens.bin", "--val", folder + "/tokens.bin",
-                   "--model", model, "--batch", str(batch), "--seq", str(options.seq), "--tokens-per-step", str(tokens),
-                   "--steps", "1000000", "--warmup", "2", "--val-every", "0", "--sample-every", "0", "--save",
-                   "none", "--run", self.run, "--gpus", str(len(gpus)), "--shard", shard] + options.more
+        self.tokens = batch * options.seq * micro_batches * len(gpus)
+        command = (f"{options.trainer} --data {folder}/tokens.bin --val {folder}/tokens.bin --model {model} --batch {batch} "
+                   f"--seq {options.seq} --tokens-per-step {self.tokens} --steps 1000000 --warmup 2 --val-every 0 "
+                   f"--sample-every 0 --save none --run {self.run} --gpus {len(gpus)} --shard {shard}").split()
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus))
-        self.output = open(self.run + ".txt", "w+")
-        self.child = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=environment)
+        self.output = open(f"{self.run}.txt", "w+")
+        self.child = subprocess.Popen(command + options.more, stdout=self.output, stderr=subprocess.STDOUT, env=environment)
 
     def trained(self):
-        try:
-            with open(self.run + "/log.jsonl") as file:
-                return [json.loads(line) for line in file if '"train"' in line and line.endswith("}\n")]
-        except OSError:
-            return []
+        log = RunLog(self.run / "log.jsonl")
+        return (log.read() if log.path.exists() else log).records["train"]
 
     def end(self):
         self.child.kill()  # ranks end with the process that made them
         self.child.wait()
 
     def finish(self):
-        """Returns the median seconds of a step, GiB as planned and as seen, and the last loss."""
-        while self.child.poll() is None:
-            done = len(self.trained()) >= self.steps
+        """Measures the median seconds of a step, GiB as planned and as seen, and the last loss; or why the run died."""
+        while self.child.poll() is None and len(self.trained()) < self.options.steps:
             self.seen = max(self.seen, memory_in_use(self.gpu) - self.before)
-            if done:
-                break
             time.sleep(0.2)
-        train = self.trained()[:self.steps]
+        train = self.trained()[: self.options.steps]
         self.end()
         self.output.seek(0)
-        output = self.output.read()
-        end = time.monotonic() + 60
+        output, end = self.output.read(), time.monotonic() + 60
         while memory_in_use(self.gpu) > self.before + 0.1:
             if time.monotonic() > end:
-                raise Problem("memory of GPU %s is taken since the run began, by another program; stop that one" % self.gpu)
+                raise Problem(f"memory of GPU {self.gpu} is taken since the run began, by another program; stop that one")
             time.sleep(0.1)
-        if len(train) < self.steps:
+        if len(train) < self.options.steps:
             print(output, file=sys.stderr)
-            words = output.strip().split("\n")[-1].removeprefix("train: error: ").replace("|", "/")
-            raise Died(words or "ended without a word")
+            self.died = output.strip().split("\n")[-1].removeprefix("train: error: ").replace("|", "/") or "ended without a word"
+            return
         unit = re.search(r" = ([0-9.]+) (GiB|MiB) of", output)
-        plan = float(unit.group(1)) / (1 if unit.group(2) == "GiB" else 1024)
-        return statistics.median(line["step_s"] for line in train[self.skip:]), plan, self.seen, train[-1]["loss"]
+        self.plan = float(unit[1]) / (1 if unit[2] == "GiB" else 1024)
+        self.seconds = statistics.median(line["step_s"] for line in train[self.options.skip :])
+        self.loss = train[-1]["loss"]
 
 
 def numbers(name, texts):
     """Returns the numbers, each of which is 1 or more."""
     if not all(re.fullmatch(r"0*[1-9]\d*", text) for text in texts):
-        raise Problem("%s wants numbers of 1 or more" % name)
+        raise Problem(f"{name} wants numbers of 1 or more")
     return [int(text) for text in texts]
 
 
@@ -129,85 +117,80 @@ def options_read():
     parser.add_argument("--sizes", default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
     parser.add_argument("--gpus", help="default: those of 1, 2, 4 and 8 that there are")
     parser.add_argument("--shard", default="none,states,grads,weights")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--skip", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
+    for name, usual in (("steps", 20), ("skip", 6), ("seq", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--trainer", default=ROOT / "train")
     options, options.more = parser.parse_known_args()
-    counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
+    counts = numbers(f"--gpus {options.gpus}", (options.gpus or "1,2,4,8").split(","))
     if not 0 <= options.skip < options.steps:
-        raise Problem("--skip %d leaves none, or too many, of --steps %d" % (options.skip, options.steps))
+        raise Problem(f"--skip {options.skip} leaves none, or too many, of --steps {options.steps}")
     sizes = [text.split(":") for text in options.sizes.split(",")]
     if any(len(size) != 3 for size in sizes):
-        raise Problem("--sizes %s: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1" % options.sizes)
-    options.sizes = [(model, *numbers("--sizes %s" % options.sizes, size)) for model, *size in sizes]
+        raise Problem(f"--sizes {options.sizes}: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1")
+    options.sizes = [(model, *numbers(f"--sizes {options.sizes}", size)) for model, *size in sizes]
     if not os.access(options.trainer, os.X_OK):
-        raise Problem("--trainer %s is not there, or no program; type `make`" % options.trainer)
+        raise Problem(f"--trainer {options.trainer} is not there, or no program; type `make`")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     options.names = visible.split(",") if visible else ask_gpus("index")
     options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
     if max(options.counts) > len(options.names):
-        raise Problem("--gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
+        raise Problem(f"--gpus {options.gpus}: this machine shows {len(options.names)}")
     return options
 
 
-def at_once(runs):
-    """Measures all at the same time. Returns for each what finish() returned, or what it raised where its run died."""
-    found, begun = [], []
+def measured(options, folder, size, wanted):
+    """Makes runs of [(GPUs, shard), ...] at the same time. Returns them when all have ended."""
+    begun = []
     try:
-        begun.extend(runs)
+        for gpus, shard in wanted:
+            begun.append(Run(options, folder, size, gpus, shard))
         for run in begun:
-            try:
-                found.append(run.finish())
-            except Died as died:
-                found.append(died)
-        return found
+            run.finish()
+        return begun
     finally:
         for run in begun:
             run.end()
 
 
 def table_rows(options, folder, size):
-    """Returns the rows of a size as texts."""
-    names, beginning = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
+    """Yields the rows of a size as texts."""
+    names = options.names[: max(options.counts)]
 
-    def row(gpus, shard, found, share):
-        if isinstance(found, Died):
-            return beginning % (gpus, shard) + " died: %s |" % found
-        seconds, plan, seen, loss = found
-        return beginning % (gpus, shard) + " %.1f | %.0f | %.1f %% | %.2f | %.2f | %.3f | %.4f |" % (
-            1e3 * seconds, size[1] * options.seq * size[2] * gpus / seconds, 100 * gpus / seconds / share,
-            plan, seen, seen / plan, loss)
+    def row(gpus, shard, run, seconds, rates):
+        """A row of a run whose steps take `seconds`, beside the sum of the GPUs' own steps a second."""
+        beginning = f"| {size[0]}, {size[1]} x {size[2]} | {gpus} | {shard} |"
+        if run.died:
+            return f"{beginning} died: {run.died} |"
+        return (f"{beginning} {1e3 * seconds:.1f} | {run.tokens / seconds:.0f} | {100 * gpus / seconds / rates:.1f} % | "
+                f"{run.plan:.2f} | {run.seen:.2f} | {run.seen / run.plan:.3f} | {run.loss:.4f} |")
 
-    alone = at_once(Run(options, folder, size, [name], "none") for name in names)
-    dead = [one for one in alone if isinstance(one, Died)]
+    alone = measured(options, folder, size, [([name], "none") for name in names])
+    dead = next((run for run in alone if run.died), None)
     if dead:
-        yield row(1, "-", dead[0], 0)
+        yield row(1, "-", dead, 0, 0)
         return
+    mean, rates = statistics.mean(run.seconds for run in alone), [1 / run.seconds for run in alone]
     if 1 in options.counts:
-        mean = statistics.mean(one[0] for one in alone)
-        slowest, sum_of_rates = max(one[0] for one in alone), sum(1 / one[0] for one in alone)
-        yield row(1, "-", [mean, *alone[0][1:]], sum_of_rates / len(alone) * slowest / mean)
-    for gpus in options.counts:
-        shards, room = options.shard.split(",") if gpus > 1 else [], len(names) // gpus
-        for first in range(0, len(shards), room):
-            some = shards[first:first + room]
-            all_of = at_once(Run(options, folder, size, names[i * gpus:(i + 1) * gpus], s) for i, s in enumerate(some))
-            for i, found in enumerate(all_of):
-                yield row(gpus, some[i], found, sum(1 / one[0] for one in alone[i * gpus:(i + 1) * gpus]))
+        yield row(1, "-", alone[0], mean, statistics.mean(rates) / min(rates) / mean)
+    for gpus in (count for count in options.counts if count > 1):
+        parts = [(names[i : i + gpus], sum(rates[i : i + gpus])) for i in range(0, len(names) - gpus + 1, gpus)]
+        shards = options.shard.split(",")
+        for some in (shards[i : i + len(parts)] for i in range(0, len(shards), len(parts))):
+            runs = measured(options, folder, size, [(part[0], shard) for part, shard in zip(parts, some)])
+            for run, shard, part in zip(runs, some, parts):
+                yield row(gpus, shard, run, 0 if run.died else run.seconds, part[1])
 
 
 def main():
-    options = options_read()
-    dead = False
+    options, dead = options_read(), False
     print("| size, batch x micro-batches a GPU | GPUs | shard | ms | tokens/s | of N x | GiB planned | seen | ratio | loss |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        write_tokens(folder + "/tokens.bin", 1 << 22)
+        write_tokens(Path(folder, "tokens.bin"), 1 << 22)
         for size in options.sizes:
-            for row in table_rows(options, folder, size):
-                dead = dead or " died: " in row
-                print(row, flush=True)
+            for text in table_rows(options, Path(folder), size):
+                dead = dead or " died: " in text
+                print(text, flush=True)
     return int(dead)
 
 

@@ -38,7 +38,7 @@ class Case:
 
     def table(self, *more, status=0):
         """Returns ([cells of each row], what went to stderr)."""
-        command = [sys.executable, str(ROOT / "dev/scaling.py"), *map(str, more), *TINY]
+        command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *map(str, more)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.split("\n")[2:-1]], done.stderr
@@ -73,23 +73,17 @@ def test_dead_runs_are_rows(case):
 def test_gpus(case):
     """All GPUs are used; a mistake is reported before anything runs."""
     for typed, words in (
-        (["--gpus", "1,4"], "this machine shows 2"),
-        (["--gpus", "0"], "--gpus 0 wants numbers of 1 or more"),
-        (["--gpus", "x"], "--gpus x wants numbers"),
-        (["--skip", "3"], "--skip 3 leaves none"),
-        (["--skip", "-1"], "--skip -1 leaves none, or too many"),
-        (["--sizes", "nano"], "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
-        (["--sizes", "nano:a:1"], "--sizes nano:a:1 wants numbers"),
-        (["--trainer", "/nope"], "--trainer /nope is not there"),
-        (["--steps", "x"], "--steps: invalid int value"),
+        ("--gpus 1,4", "this machine shows 2"),
+        ("--gpus x", "--gpus x wants numbers of 1 or more"),
+        ("--skip 3", "--skip 3 leaves none"),
+        ("--sizes nano", "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
+        ("--sizes nano:a:1", "--sizes nano:a:1 wants numbers"),
+        ("--trainer /nope", "--trainer /nope is not there"),
     ):
-        command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *typed]
-        done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr and not done.stdout, done
+        rows, said = case.table(*typed.split(), status=2)
+        assert said.count("\n") == 1 and words in said and not rows, said
     case.program("nvidia-smi", "exit 1")  # a mistake in what is typed comes before one of the machine
-    command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, "--gpus", "x"]
-    done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "--gpus x wants numbers" in done.stderr, done
+    assert "--gpus x wants numbers" in case.table("--gpus", "x", status=2)[1]
     case.program("nvidia-smi", "echo 1024")
     seen = case.folder / "seen"
     case.environment["CUDA_VISIBLE_DEVICES"] = "6,7,3"
