@@ -6,7 +6,7 @@
 // The sizes that a variant works on. Programs that need fewer sizes leave the others 0.
 struct Shape {
     int64_t N;
-    int C, OC;
+    int C = 0, OC = 0, NH = 0, T = 0;
 };
 
 // Arrays is a Room that is made of a device and a Shape, has it as `shape`, and says by unit() what `work` counts.
@@ -33,9 +33,9 @@ inline double off(Room* room, const float* got, const float* want, int64_t n, do
 }
 
 // Checks each row at each of the small shapes. Returns the rows that are right.
-template <class Arrays, size_t ROWS, size_t SMALL>
+template <class Arrays, size_t ROWS>
 std::vector<Variant<Arrays>> right_ones(const Device* dev, const Variant<Arrays> (&rows)[ROWS],
-                                        const Shape (&small)[SMALL]) {
+                                        const std::vector<Shape>& small) {
     std::vector<Variant<Arrays>> right;
     for (const Variant<Arrays>& v : rows) {
         bool fine = true;
@@ -43,7 +43,7 @@ std::vector<Variant<Arrays>> right_ones(const Device* dev, const Variant<Arrays>
             Arrays arrays(dev, s);
             const double error = v.error(&v, &arrays);
             fine = fine && error <= 1.0;
-            printf("%-38s N %6lld C %5d  error %.2f of its bound  %s\n", v.name, (long long)s.N, s.C, error,
+            printf("%-38s N %6lld C %5d T %5d  error %.2f of its bound  %s\n", v.name, (long long)s.N, s.C, s.T, error,
                    error <= 1.0 ? "ok" : "WRONG");
         }
         if (fine) right.push_back(v);
@@ -74,8 +74,8 @@ void time_in_turns(const Device* dev, const std::vector<Variant<Arrays>>& rows, 
     }
     for (size_t i = 0; i < rows.size(); i++) {
         const double ms = times[i].median(), work = rows[i].work * arrays.unit();
-        printf("%-38s N %6lld C %5d %8.4f ms (%.4f to %.4f)", rows[i].name, (long long)shape.N, shape.C, ms,
-               times[i].ms[0], times[i].ms[times[i].count - 1]);
+        printf("%-38s N %6lld C %5d T %5d %8.4f ms (%.4f to %.4f)", rows[i].name, (long long)shape.N, shape.C, shape.T,
+               ms, times[i].ms[0], times[i].ms[times[i].count - 1]);
         if (copy > 0.0) printf(" %6.0f GB/s %5.1f %% of copy\n", work / ms * 1e-6, 100 * work / (1e-3 * ms) / copy);
         if (copy <= 0.0) printf(" %6.1f TFLOP/s\n", work / ms * 1e-9);
     }

@@ -128,30 +128,27 @@ function drawCurve(run, figure) {
   if (id === "memory") fill(curve(run, figure, " at", { color: colour, size: 6, marker: "circle" }), run, columns[axis], y);
 }
 
-function drawValidation(run) {
-  const columns = run.columns.val, axis = element("axis").value;
-  if (!columns || !columns.loss) return;
-  const y = numbersOf(columns.loss);
-  fill(curve(run, figures.loss, " validation", { color: run.colour, line_width: 2.2 }), run, columns[axis], y);
-  fill(curve(run, figures.loss, " validation at", { color: run.colour, size: 5, marker: "circle" }), run, columns[axis], y);
+// A line, and a dot at each of its points.
+function drawDotted(run, figure, name, x, y, look) {
+  fill(curve(run, figure, " " + name, { color: run.colour, ...look }), run, x, y);
+  fill(curve(run, figure, ` ${name} at`, { color: run.colour, size: 5, marker: "circle" }), run, x, y);
 }
 
 function drawEvaluations(run) {
   const columns = run.columns.eval, axis = element("axis").value, dashes = ["solid", "dashed", "dotted", "dotdash"];
   if (!columns || !columns.name) return;
-  const length = columns.name.length, y = columns.name.map((_, i) => columns.acc_norm?.[i] ?? columns.acc?.[i] ?? null);
+  const y = numbersOf(columns.name.map((_, i) => columns.acc_norm?.[i] ?? columns.acc?.[i] ?? null));
   [...new Set(columns.name)].forEach((task, place) => {
-    const of = [...Array(length).keys()].filter((i) => columns.name[i] === task);
-    const [taskX, taskY] = [of.map((i) => columns[axis][i]), numbersOf(of.map((i) => y[i]))];
-    const look = { color: run.colour, line_width: 1.5, line_dash: dashes[place % dashes.length] };
-    fill(curve(run, figures.eval, " " + task, look), run, taskX, taskY);
-    fill(curve(run, figures.eval, ` ${task} at`, { color: run.colour, size: 5, marker: "circle" }), run, taskX, taskY);
+    const of = [...columns.name.keys()].filter((i) => columns.name[i] === task);
+    const look = { line_width: 1.5, line_dash: dashes[place % dashes.length] };
+    drawDotted(run, figures.eval, task, of.map((i) => columns[axis][i]), of.map((i) => y[i]), look);
   });
 }
 
 function draw(run) {
   FIGURES.filter((about) => about.id !== "eval").forEach((about) => drawCurve(run, figures[about.id]));
-  drawValidation(run);
+  const val = run.columns.val;
+  if (val?.loss) drawDotted(run, figures.loss, "validation", val[element("axis").value], numbersOf(val.loss), { line_width: 2.2 });
   drawEvaluations(run);
 }
 
@@ -194,13 +191,6 @@ function listRuns() {
   element("runs").replaceChildren(...rows);
 }
 
-// Options that only some rules read; where no run shown has such a rule, the table leaves them out.
-const OF_RULES = {
-  alpha: /ademamix/, ramp: /ademamix/, beta3: /ademamix|came/, rank: /galore|fira|apollo/, "rank-gap": /galore|fira|apollo/,
-  "rank-scale": /galore|fira|apollo/, momentum: /muon|rmnp/, nesterov: /muon|rmnp/, "ns-steps": /muon/, "ns-coefficients": /muon/,
-  "adafactor-lr": /adafactor/, "clip-update": /adafactor|came/,
-};
-
 // One column a run; the rows are results, and those options that differ between the runs shown.
 function compare() {
   const chosen = [...runs.values()].filter((run) => run.shown), rows = [["", ...chosen.map((run) => run.name)]];
@@ -208,13 +198,14 @@ function compare() {
   add("validation loss", (run) => shown(run.summary.last.val?.loss));
   add("lowest validation loss", (run) => shown(run.columns.val?.loss?.reduce((a, b) => (b !== null && b < a ? b : a), Infinity)));
   add("bits per byte", (run) => shown(run.summary.last.val?.bpb));
-  for (const task of new Set(chosen.flatMap((run) => run.columns.eval?.name || []))) {
+  const tasks = new Set(chosen.flatMap((run) => run.columns.eval?.name || []));
+  for (const task of tasks) {
     add(task, (run) => {
       const at = (run.columns.eval?.name || []).lastIndexOf(task), its = run.columns.eval;
       return at < 0 ? "–" : `${(100 * (its.acc_norm?.[at] ?? its.acc?.[at])).toFixed(1)} %`;
     });
   }
-  for (const task of new Set(chosen.flatMap((run) => run.columns.eval?.name || []))) {
+  for (const task of tasks) {
     const perplexity = (run) => run.columns.eval?.perplexity?.[run.columns.eval.name.lastIndexOf(task)];
     if (chosen.some((run) => perplexity(run) > 0)) add(`${task}, perplexity`, (run) => (perplexity(run) > 1e4 ? large(perplexity(run)) : shown(perplexity(run), 2)));
   }
@@ -226,8 +217,7 @@ function compare() {
   const names = new Set(chosen.flatMap((run) => Object.keys(run.summary.options)));
   for (const name of names) {
     const values = chosen.map((run) => String(run.summary.options[name] ?? "–"));
-    const read = !OF_RULES[name] || chosen.some((run) => OF_RULES[name].test(run.summary.options.rule ?? "adamw"));
-    if (name !== "run" && read && new Set(values).size > 1) rows.push(["--" + name, ...values]);
+    if (name !== "run" && new Set(values).size > 1) rows.push(["--" + name, ...values]);
   }
   element("comparison").replaceChildren(...rows.map((cells, i) => {
     const row = document.createElement("tr");

@@ -1,10 +1,11 @@
 """Exports of runs for dev/watch.py: tables (csv), TensorBoard's event files, Weights & Biases.
 
-Each writer gets a run's records once. When a resume has dropped records that were written, a table and event files are
+Each writer gets a run's steps once. When a resume has dropped records that were written, a table and event files are
 written anew; wandb cannot take a step back, so there the steps that it has keep what they were first (they are the same to
 the last bit, unless options changed). A library is imported only for its own export.
 """
 
+import collections
 import csv
 import hashlib
 import io
@@ -16,6 +17,7 @@ from problem import Problem, installs, python_here, say, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
+Row = collections.namedtuple("Row", "step unix_s values samples")  # samples: their texts
 NOT_VALUES = ("type", "step", "name", "index", "nonfinite", "prompt", "text")
 
 
@@ -28,16 +30,16 @@ def values_of(kind, record):
 
 
 def rows_of(log):
-    """Returns [(step, {name: number}, [sample's record, ...])] by step."""
-    steps = {}
+    """Returns [Row, ...] by step."""
+    begin, steps = (log.config.get("unix_s") or time.time()) - log.before, {}
     for kind in KINDS:
         for record in log.records[kind]:
-            row = steps.setdefault(record["step"], ({}, []))
+            row = steps.setdefault(record["step"], Row(record["step"], begin + record["time_s"], {}, []))
             if kind == "sample":
-                row[1].append(record)
+                row.samples.append(record.get("prompt", "") + record["text"])
             else:
-                row[0].update(values_of(kind, record))
-    return [(step, *steps[step]) for step in sorted(steps)]
+                row.values.update(values_of(kind, record))
+    return [steps[step] for step in sorted(steps)]
 
 
 def file_name(name):
@@ -46,19 +48,21 @@ def file_name(name):
     return text if text == name else f"{text}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
-class Csv:  # write(log, closing): what is new, `closing` when nothing will follow
+# Each writer is made of (folder, name, log), and has write(rows, first), where rows before the first are written already, and close().
+
+
+class Csv:
     """Writes FOLDER/RUN.csv, a row per step and a column per value, anew each time: columns may be added."""
 
     def __init__(self, folder, name, log):
         self.path = folder / f"{file_name(name)}.csv"
 
-    def write(self, log, closing):
-        rows = rows_of(log)
-        names = list(dict.fromkeys(name for _, values, _ in rows for name in values))
+    def write(self, rows, first):
+        names = list(dict.fromkeys(name for row in rows for name in row.values))
         text = io.StringIO()
         table = csv.writer(text)
         table.writerow(["step", *names])
-        table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
+        table.writerows([row.step, *(row.values.get(name, "") for name in names)] for row in rows)
         write_whole(self.path, text.getvalue())
 
     def close(self):
@@ -75,31 +79,23 @@ class Tensorboard:
             hint = installs("tensorboardX tensorboard")
             raise Problem(f"--export tensorboard needs tensorboardX; {hint}") from None
         self.make, self.folder, self.writer = SummaryWriter, folder / file_name(name), None
-        self.changes, self.written = None, {}
 
-    def write(self, log, closing):
-        if self.changes != log.changes:
-            if self.writer:
-                self.writer.close()
-            if self.folder.is_dir():
-                for path in self.folder.glob("events.out.tfevents.*"):
-                    path.unlink()
-            self.writer, self.changes, self.written = self.make(str(self.folder)), log.changes, {}
-        begin = (log.config.get("unix_s") or time.time()) - log.before
-        for kind in KINDS:
-            for record in log.records[kind][self.written.get(kind, 0) :]:
-                when = begin + record["time_s"]
-                for name, value in values_of(kind, record).items():
-                    self.writer.add_scalar(name, value, record["step"], walltime=when)
-                if kind == "sample":
-                    self.writer.add_text(
-                        "sample", record.get("prompt", "") + record["text"], record["step"], walltime=when
-                    )
-            self.written[kind] = len(log.records[kind])
+    def write(self, rows, first):
+        if first == 0:
+            self.close()
+            for path in self.folder.glob("events.out.tfevents.*"):
+                path.unlink()
+            self.writer = self.make(str(self.folder))
+        for row in rows[first:]:
+            for name, value in row.values.items():
+                self.writer.add_scalar(name, value, row.step, walltime=row.unix_s)
+            for text in row.samples:
+                self.writer.add_text("sample", text, row.step, walltime=row.unix_s)
         self.writer.flush()
 
     def close(self):
-        self.writer.close()
+        if self.writer:
+            self.writer.close()
 
 
 class Wandb:
@@ -111,26 +107,17 @@ class Wandb:
         except ImportError:
             hint = f"{installs('wandb')}, then {python_here('-m wandb login')}"
             raise Problem(f"--export wandb needs wandb; {hint}") from None
-        folder.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "nibble"),
-            name=name,
-            id=file_name(name),
-            resume="allow",
-            dir=str(folder),
-            config=log.config.get("options", {}),
-            reinit="create_new",
-        )
+        project, config = os.environ.get("WANDB_PROJECT", "nibble"), log.config.get("options", {})
+        how = {"resume": "allow", "reinit": "create_new", "dir": str(folder)}
+        self.run = wandb.init(project=project, name=name, id=file_name(name), config=config, **how)
         sent = self.run.summary.get("_step") if self.run.resumed else None
         self.done = -1 if sent is None else int(sent)
 
-    def write(self, log, closing):
-        """Sends a step when the next one has begun, since nothing can be added to it later; the last one at the end."""
-        rows = [row for row in rows_of(log) if row[0] > self.done]
-        for step, values, samples in rows if closing else rows[:-1]:
-            texts = {"sample": "\n\n".join(its.get("prompt", "") + its["text"] for its in samples)} if samples else {}
-            self.run.log({**values, **texts}, step=step)
-            self.done = step
+    def write(self, rows, first):
+        for row in (row for row in rows if row.step > self.done):
+            texts = {"sample": "\n\n".join(row.samples)} if row.samples else {}
+            self.run.log({**row.values, **texts}, step=row.step)
+            self.done = row.step
 
     def close(self):
         self.run.finish()
@@ -140,20 +127,23 @@ WRITERS = {"csv": Csv, "tensorboard": Tensorboard, "wandb": Wandb}
 
 
 def export(runs, kind, folder, follow):
+    """Exports once or, with `follow`, until Ctrl-C; then a step is written when the next one has begun, as it may gain
+    values until then, and the last one at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    writers, seen = {}, {}
+    writers, written = {}, {}
 
     def write(closing):
         for name, log in runs.logs.items():
+            rows = rows_of(log)
+            rows = rows if closing else rows[:-1]
             if name not in writers:
                 writers[name] = WRITERS[kind](folder, name, log)
                 steps = f"{len(log.records['train'])} training steps"
                 say(f"{name}: {steps}{', ' * bool(log.bad)}{log.complaint()}")
-            state = log.changes, log.line
-            if seen.get(name) == state and not closing:
-                continue
-            seen[name] = state
-            writers[name].write(log, closing)
+            changes, first = written.get(name, (None, 0))
+            if changes != log.changes or len(rows) > first:
+                writers[name].write(rows, first if changes == log.changes else 0)
+                written[name] = log.changes, len(rows)
 
     try:
         write(not follow)

@@ -196,46 +196,36 @@ def test_differences(case):
     sys.path.insert(0, str(COMPARE))
     from table import difference, pair_scatter
 
-    base = {1: 3.0, 2: 3.2, 3: 3.1}
-    mean, error, pairs = difference({1: 3.1, 2: 3.2, 3: 3.3}, base)  # 0.1, 0, 0.2
-    assert pairs == 3 and math.isclose(mean, 0.1) and math.isclose(error, 0.1 / math.sqrt(3)), (mean, error)
-    mean, error, pairs = difference({2: 3.25}, base)
-    assert pairs == 1 and math.isclose(mean, 0.05) and math.isclose(error, 0.1 * math.sqrt(2)), (mean, error)
-    mean, error, pairs = difference({7: 3.0, 8: 3.4}, base)
-    assert pairs == 0 and math.isclose(mean, 0.1) and math.isclose(error, math.sqrt(0.08 / 2 + 0.01 / 3)), (mean, error)
-    assert difference({1: 3.5}, {1: 3.0}) == (0.5, None, 1) and difference({}, base) == (None, None, 0)
-    # More seeds on one side than on the other: what both have is paired.
-    mean, error, pairs = difference({1: 3.1, 2: 3.2, 7: 9.0}, base)  # 0.1, 0
-    assert pairs == 2 and math.isclose(mean, 0.05) and math.isclose(error, 0.05), (mean, error)
-    # A baseline of one seed scatters as the study's does.
-    mean, error, pairs = difference({1: 3.5}, {1: 3.0}, base.values())
-    assert (mean, pairs) == (0.5, 1) and math.isclose(error, 0.1 * math.sqrt(2)), error
-    mean, error, pairs = difference({4: 3.5, 5: 3.7}, {1: 3.0}, base.values())
-    assert pairs == 0 and math.isclose(error, math.sqrt(0.02 / 2 + 0.01)), error
-    assert difference({1: 3.5}, {1: 3.0}, {1: 3.0}.values()) == (0.5, None, 1)
+    base, root, nine = {1: 3.0, 2: 3.2, 3: 3.1}, math.sqrt, {seed: 3.1 + 0.1 * (seed % 2) for seed in range(9)}
+    ten, threes = {**nine, 9: 3.2}, dict.fromkeys(range(10), 3.0)
+    own_of_ten = statistics.stdev([0.1, 0.2] * 5) / root(10)
+    for losses, others, study, scatter, mean, error, pairs in (
+        ({1: 3.1, 2: 3.2, 3: 3.3}, base, (), None, 0.1, 0.1 / root(3), 3),  # 0.1, 0, 0.2
+        ({2: 3.25}, base, (), None, 0.05, 0.1 * root(2), 1),
+        ({7: 3.0, 8: 3.4}, base, (), None, 0.1, root(0.08 / 2 + 0.01 / 3), 0),
+        ({1: 3.5}, {1: 3.0}, (), None, 0.5, None, 1),
+        ({}, base, (), None, None, None, 0),
+        ({1: 3.1, 2: 3.2, 7: 9.0}, base, (), None, 0.05, 0.05, 2),  # what both have is paired: 0.1, 0
+        ({1: 3.5}, {1: 3.0}, base.values(), None, 0.5, 0.1 * root(2), 1),  # a baseline of one seed scatters as the study's
+        ({4: 3.5, 5: 3.7}, {1: 3.0}, base.values(), None, 0.6, root(0.02 / 2 + 0.01), 0),
+        ({1: 3.5}, {1: 3.0}, [3.0], None, 0.5, None, 1),
+        ({1: 3.5}, base, (), 0.02, 0.5, 0.02, 1),
+        (ten, threes, (), 9.0, 0.15, own_of_ten, 10),  # ten pairs: their own; nine: the pooled one
+        (nine, threes, (), 9.0, 0.1 + 0.4 / 9, 3.0, 9),
+        ({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0, 0.1, 9.0 / root(3), 3),
+        ({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 0.02, 0.1, 0.1 / root(3), 3),
+        # Few pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
+        ({1: 3.1, 2: 3.3001}, base, (), 0.02, 0.10005, 0.02 / root(2), 2),
+        ({1: 3.0, 2: 3.2}, base, (), 0.02, 0.0, 0.0, 2),
+        ({1: 3.0}, base, (), 0.02, 0.0, 0.0, 1),
+    ):
+        got = difference(losses, others, study, scatter)
+        same = [a is b or (None not in (a, b) and math.isclose(a, b, abs_tol=1e-12)) for a, b in zip(got, (mean, error, pairs))]
+        assert all(same), (losses, others, got, mean, error, pairs)
     # One pair among configurations that have several: variances 0.01 (3 pairs) and 0.04 (2 pairs), pooled by 2 and 1.
-    scatter, degrees = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * math.sqrt(2)], [0.3], [], [0.0, 0.0]])
-    assert math.isclose(scatter, math.sqrt((2 * 0.01 + 0.04) / 3)) and degrees == 3, (scatter, degrees)
+    scatter, degrees = pair_scatter([[0.1, 0.0, 0.2], [0.2, 0.2 + 0.2 * root(2)], [0.3], [], [0.0, 0.0]])
+    assert math.isclose(scatter, root((2 * 0.01 + 0.04) / 3)) and degrees == 3, (scatter, degrees)
     assert pair_scatter([[0.3], [0.0, 0.0]]) == (None, 0)
-    for others in (base, {1: 3.0}):
-        assert difference({1: 3.5}, others, (), 0.02) == (0.5, 0.02, 1)
-    ten = {seed: 3.0 for seed in range(10)}
-    losses = {seed: 3.1 + 0.1 * (seed % 2) for seed in ten}
-    _, error, _ = difference(losses, ten, (), 9.0)
-    assert math.isclose(error, statistics.stdev([0.1, 0.2] * 5) / math.sqrt(10)), "ten pairs: their own"
-    _, error, _ = difference({seed: losses[seed] for seed in range(9)}, ten, (), 9.0)
-    assert math.isclose(error, 3.0), "nine pairs: the pooled one"
-    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 9.0)
-    assert math.isclose(error, 9.0 / math.sqrt(3)), error
-    _, error, _ = difference({1: 3.1, 2: 3.2, 3: 3.3}, base, (), 0.02)
-    assert math.isclose(error, 0.1 / math.sqrt(3)), error
-    # Few pairs may agree by chance, but not scatter by it; what is equal to the bit is so by none.
-    _, error, pairs = difference({1: 3.1, 2: 3.3001}, base, (), 0.02)
-    assert pairs == 2 and math.isclose(error, 0.02 / math.sqrt(2)), error
-    _, error, pairs = difference({1: 3.1, 2: 3.2}, base, (), 0.02)  # 0.1, 0
-    assert pairs == 2 and math.isclose(error, 0.05), error
-    for n, same in ((1, {1: 3.0}), (2, {1: 3.0, 2: 3.2})):
-        assert difference(same, base, (), 0.02) == (0.0, 0.0, n)
 
 
 def test_errors_of_two_baselines(case):
