@@ -57,29 +57,6 @@ def split(named):
     return matrices, rest
 
 
-class PlainMuon:
-    """Muon as its inventors publish it: one matrix after the other, Nesterov's momentum, five Newton-Schulz steps in
-    bf16. Without compilation."""
-
-    def __init__(self, matrices):
-        self.matrices = matrices
-        self.m = [torch.zeros_like(p) for p in matrices]
-
-    @torch.no_grad()
-    def step(self):
-        a, b, c = 3.4445, -4.7750, 2.0315
-        for p, m in zip(self.matrices, self.m):
-            m.lerp_(p.grad, 0.05)
-            X = p.grad.lerp(m, 0.95).bfloat16()
-            tall = X.shape[0] > X.shape[1]
-            X = X.T if tall else X
-            X = X / (X.norm() + 1e-7)
-            for _ in range(5):
-                A = X @ X.T
-                X = a * X + (b * A + c * A @ A) @ X
-            p.mul_(1 - 1e-5).add_(X.T if tall else X, alpha=-1e-4 * max(1, p.shape[0] / p.shape[1]) ** 0.5)
-
-
 class Both:
     """One optimizer for the blocks' matrices, and torch's AdamW for the rest."""
 
@@ -142,7 +119,6 @@ def whole():
         yield f"nibble {preset}", nibble(preset=preset)
     yield "nibble normuon", nibble(preset="muon", rule="normuon")
     yield "torch Muon, and AdamW", both(peer("torch.optim", "Muon"))
-    yield "plain Muon, and AdamW", both(PlainMuon)
     for preset in ("galore8", "apollo-mini"):
         yield f"nibble {preset}", nibble(preset=preset)
     yield "galore-torch GaLoreAdamW", galore

@@ -1,12 +1,10 @@
 """Writes the report folder of a sweep from its records alone: the same files whenever and wherever it is written.
 
-table.csv  table.md  loss.png  difference.png  bytes.png  picture.png  rates.png  report.html
+table.csv  table.md  loss.png  difference.png  bytes.png  picture.png  rates.png
 
-A picture that a study has no use for is left out. report.html holds the tables and the pictures, and needs no network.
+A picture that a study has no use for is left out. table.md shows the tables and the pictures.
 """
 
-import base64
-import html
 import sys
 
 import draw
@@ -63,36 +61,6 @@ def facts_of(sweep, table, stale):
     return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "lines": lines + notices, "legend": LEGEND}
 
 
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1300px; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 8px; text-align: left; }
-th { border-bottom: 1px solid #888; } tr:hover td { background: #f2f2f2; }
-td:nth-child(n+5):not(:nth-child(11)):nth-child(-n+13) { text-align: right; font-variant-numeric: tabular-nums; }
-"""
-
-
-def table_html(rows):
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in tables.HEADINGS)
-    cells = ["".join(f"<td>{html.escape(text)}</td>" for text in tables.cells(row)) for row in rows]
-    return f"<table><tr>{head}</tr>\n" + "".join(f"<tr>{row}</tr>\n" for row in cells) + "</table>\n"
-
-
-def page(table, facts, folder):
-    """Returns report.html: the text, the tables, and the pictures of the folder."""
-
-    def paragraphs(lines):
-        return "".join(f"<p>{html.escape(line)}</p>\n" for line in lines)
-
-    title, shown = html.escape(facts["title"]), [folder / name for name in draw.PICTURES if (folder / name).exists()]
-    body = [f"<h2>{html.escape(group)}</h2>\n{table_html(rows)}" for group, rows in tables.groups(table).items()]
-    for path in shown:
-        body.append(f'<p><img alt="{path.name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></p>\n')
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style></head>\n'
-        f"<body><h1>{title}</h1>\n{paragraphs(facts['lines'])}{''.join(body)}{paragraphs(facts['legend'])}</body></html>\n"
-    )
-
-
 def write(sweep, folder):
     records = record.read_all(folder / record.FILE)
     table, stale = tables.rows(sweep, records)
@@ -101,11 +69,11 @@ def write(sweep, folder):
         raise Problem(f"{folder / record.FILE} holds no run of {sweep.path}{other}; run it first, or name another --out")
     facts = facts_of(sweep, table, stale)
     write_whole(folder / "table.csv", tables.csv_text(table))
-    write_whole(folder / "table.md", tables.markdown(table, facts))
     if any(row.done for row in table):
         draw.draw(table, facts, folder)
     else:
         for name in draw.PICTURES:
             (folder / name).unlink(missing_ok=True)
-    write_whole(folder / "report.html", page(table, facts, folder))
-    print(folder / "report.html")
+    facts["pictures"] = [name for name in draw.PICTURES if (folder / name).exists()]
+    write_whole(folder / "table.md", tables.markdown(table, facts))
+    print(folder / "table.md")

@@ -296,7 +296,7 @@ def differs_text(row):
     return shown(row.difference, "%+.4f") + " (unpaired)" * (row.difference is not None and row.pairs == 0)
 
 
-# The columns of table.md and report.html.
+# The columns of table.md.
 HEADINGS = {
     "configuration": lambda row: row.name,
     **{name: lambda row, name=name: row.format(name) for name in ("weights", "m")},
@@ -327,10 +327,11 @@ def groups(table):
 
 
 def markdown(table, facts):
-    """Returns the table in Markdown, one section per group."""
+    """Returns the table in Markdown, one section per group, and the pictures."""
     text = [f"# {facts['title']}", "", *[f"{line}  " for line in facts["lines"]], ""]
     for group, members in groups(table).items():
         text += [f"## {group}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
         text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in members]
         text.append("")
-    return "\n".join(text + facts["legend"]) + "\n"
+    text += [f"![{name}]({name})" for name in facts["pictures"]]
+    return "\n".join(text + [""] * bool(facts["pictures"]) + facts["legend"]) + "\n"

@@ -3,6 +3,7 @@ missing where nothing can be tested."""
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -86,11 +87,11 @@ class Case:
         with (self.out / "table.csv").open(newline="") as file:
             return {row["configuration"]: row for row in csv.DictReader(file)}
 
-    def cells(self):
+    def cells(self, out=None):
         """Returns {configuration: cells} of table.md, its head included."""
-        lines = (self.out / "table.md").read_text().split("\n")
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-        return {cells[0]: cells for cells in rows}
+        lines = ((out or self.out) / "table.md").read_text().split("\n")
+        rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in lines if line.startswith("| ")]
+        return {cells[0].replace("\\|", "|"): cells for cells in rows}
 
     def wrapper(self, lines):
         """Writes a program that does something before it becomes ./train, or in its place."""
