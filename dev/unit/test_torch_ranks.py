@@ -2,31 +2,14 @@
 sharded by rows three times, save it and its optimizer as a distributed checkpoint, and step once more. One rank, or
 three, load it, take the same step and find the same weights. Vectors are sharded too. States that lie by rows are
 DTensors, and so are in checkpoints those that owners have."""
-import os
-import pathlib
-import sys
-
-os.environ["OMP_NUM_THREADS"] = "1"
-folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "optim" / "python"))
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as checkpoint  # noqa: E402
-from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+from torch_rank import end, folder, nibble_optim, rank, ranks, start, torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-import nibble_optim  # noqa: E402
-
-# All numbers of ranks take the same device, since products of matrices round otherwise on a GPU.
-device = "cuda" if torch.cuda.device_count() >= 3 and nibble_optim.gpus() >= 3 else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(rank)
-dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
-                        world_size=ranks)
-mesh = init_device_mesh(device, (ranks,))
+device, mesh = start(3)  # the same for all numbers of ranks, since products of matrices round otherwise on a GPU
 SHAPES = [(24, 256), (5, 512), (1, 768), (301,), (6, 2, 128)]
 PRESETS = ("adamw8", "adamw32", "adamw8c", "adamw8e", "flash24")
 WIDE = [(7, 2048), (4, 4096)]  # 4 bits have a scale for 2048 elements
@@ -144,7 +127,4 @@ for whole_file in (False, True):
     fsdp("muon8", whole_file)
     fsdp("adamw8", whole_file)
     fsdp("adamw32", whole_file, torch.bfloat16, "bf16+16")  # collectives take no int16
-print("ok", flush=True)
-dist.barrier()  # a rank that goes while the other still reads from it ends with an error of gloo
-dist.destroy_process_group()
-os._exit(0)  # a thread of gloo that still runs when Python ends aborts the process, now and then
+end()
