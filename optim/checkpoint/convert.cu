@@ -1,12 +1,9 @@
 // Moves weights and moments between an optimizer and host memory: as fp32 values, or from a checkpoint (optim_load),
-// which is a second optimizer whose arrays lie in files. A side is what either keeps of one slot of a tensor. Each
-// tensor goes through pieces of 2^19 elements, which are whole tiles, so that no block is cut. The tables' functions
-// encode and decode on the host's cores, for any device. A shard touches only its parts of the tensors. Formats in
-// spans need two passes over a tensor, the first one for its maxima. Cost: the arrays are read and written once; a side
-// takes about 10 MB.
+// which is a second optimizer whose arrays lie in files. A side is what either keeps of one slot of a tensor, with a
+// copy of its arrays in host memory. The tables' functions encode and decode there, a tile on each of the host's cores,
+// for any device. A shard touches only its parts of the tensors. Formats in spans need two passes over a tensor, the
+// first one for its maxima. Cost: the arrays of one tensor at a time in host memory; they are read and written once.
 #include "../placed.h"
-
-constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
 struct Side {
     ArrayRef place;
@@ -17,10 +14,7 @@ struct Side {
     const Device* dev;          // of an optimizer
     const OptimStored* stored;  // of a checkpoint
     const void* array[3];       // null: there is no such array
-    // The piece at hand, as values and as stored. Numbers of spans are those of the whole tensor.
-    float* values;  // (PIECE_ELEMENTS)
-    Streams piece;
-    SpanTile tile;
+    Streams host;  // copies of the arrays, of these elements; numbers of spans are those of the whole tensor
 };
 
 static Side side_of(const Plan* plan, int tensor, Slot slot) {
@@ -40,124 +34,105 @@ static Side side_of_optim(const Optim* optim, int tensor, Slot slot) {
     return side;
 }
 
-// Allocates the piece, and reads the numbers of spans. side_close frees it.
+// Allocates the copies of the arrays; side_close frees them.
 static void side_open(Side* side) {
     const FormatRow* format = side->format;
     const Span span = format_span(format);
-    const int64_t ready = ready_numbers(span, side->tensor) * (int64_t)sizeof(float);
-    side->values = (float*)memory_zero(PIECE_ELEMENTS, sizeof(float));
+    const int64_t n = side->end - side->begin, ready = ready_numbers(span, side->tensor) * (int64_t)sizeof(float);
     void* table = format->table_bytes > 0 && format->fill ? memory_take((size_t)format->table_bytes) : nullptr;
     if (table) format->fill(table);
-    side->piece = {memory_zero(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
-                   memory_zero(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + ready) + 1), table,
-                   memory_zero(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
-                   (float*)memory_zero(span_numbers(span, side->tensor) + 1, sizeof(float))};
+    side->host = {memory_zero(1, (size_t)stream_bytes(format->stream[0], n) + 1),
+                  memory_zero(1, (size_t)(stream_bytes(format->stream[1], n) + ready) + 1), table,
+                  memory_zero(1, (size_t)stream_bytes(format->stream[2], n) + 1),
+                  (float*)memory_zero(span_numbers(span, side->tensor) + 1, sizeof(float))};
 }
 
 static void side_close(Side* side) {
-    free(side->values), free(side->piece.codes), free(side->piece.scales), free((void*)side->piece.table);
-    free(side->piece.third), free(side->piece.new_scales);
+    free(side->host.codes), free(side->host.scales), free((void*)side->host.table);
+    free(side->host.third), free(side->host.new_scales);
 }
 
-// Copies bytes of array i, from byte `at` on, to host memory or, if `writes`, from there.
-static void array_move(const Side* side, int i, int64_t at, int64_t bytes, void* host, bool writes) {
-    if (!side->array[i] || bytes == 0) return;
-    char* there = (char*)side->array[i] + at;
-    if (side->stored) {
-        side->stored->read(side->stored->context, side->array[i], at, bytes, host);
-    } else if (writes) {
-        copy_to_device(side->dev, there, host, bytes);
-    } else {
-        copy_to_host(side->dev, host, there, bytes);
-    }
-}
-
-// Copies n elements from element `start` of the tensor on.
-static void piece_move(const Side* side, int64_t start, int64_t n, const Streams* piece, bool writes) {
+// Copies a side's arrays to host memory or, if `writes`, from there.
+static void side_move(const Side* side, const Streams* host, bool writes) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = side->format->stream[i];
-        const int64_t at = array_bytes(&side->place, i).begin + stream_bytes(info, start);
-        array_move(side, i, at, stream_bytes(info, n), stream_data(piece, i), writes);
+        const ArrayBytes own = array_bytes(&side->place, i);
+        const bool run = info.span == SPAN_RUN;
+        const int64_t at = own.begin + (run ? stream_bytes(info, side->begin) : 0),
+                      bytes = run ? stream_bytes(info, side->end - side->begin) : own.bytes;
+        if (!side->array[i] || bytes == 0) continue;
+        if (side->stored) {
+            side->stored->read(side->stored->context, side->array[i], at, bytes, stream_data(host, i));
+        } else if (writes) {
+            copy_to_device(side->dev, (char*)side->array[i] + at, stream_data(host, i), bytes);
+        } else {
+            copy_to_host(side->dev, stream_data(host, i), (const char*)side->array[i] + at, bytes);
+        }
     }
 }
 
-// Copies the tensor's numbers of spans, if it has any.
-static void numbers_move(const Side* side, void* numbers, bool writes) {
-    const ArrayBytes own = array_bytes(&side->place, 1);
-    if (format_span(side->format) != SPAN_RUN) array_move(side, 1, own.begin, own.bytes, numbers, writes);
-}
-
-// Calls function(start, n) for each piece of the tensor that lies in the arrays.
-template <class Function>
-static void side_pieces(const Side* side, Function function) {
-    for (int64_t start = side->begin; start < side->end; start += PIECE_ELEMENTS) {
-        function(start, side->end - start < PIECE_ELEMENTS ? side->end - start : PIECE_ELEMENTS);
-    }
-}
-
-// Calls function(tile) for each tile of a piece of n elements that begins at `start`; each core takes a tile.
-template <class Function>
-static void piece_tiles(Side* side, int64_t start, int64_t n, Function function) {
-    side->tile = span_tile(format_span(side->format), side->tensor, start, 0);
-    side->piece.span = &side->tile;
+// Calls function(streams, values, count) for each tile, on all cores: where it lies, and `count` values of the tensor.
+template <class Values, class Function>
+static void side_tiles(const Side* side, Values* values, Function function) {
+    const int64_t elements = side->tensor->rows * side->tensor->cols;
 #pragma omp parallel for schedule(static)
-    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) function(tile);
+    for (int64_t first = side->begin; first < side->end; first += TILE_ELEMENTS) {
+        const SpanTile place = span_tile(format_span(side->format), side->tensor, first, 0);
+        Streams tile = row_tile(side->format, side->host, (first - side->begin) / TILE_ELEMENTS);
+        tile.span = &place;
+        const int64_t left = elements - first;
+        function(tile, values + first, (size_t)(left < 0 ? 0 : left < TILE_ELEMENTS ? left : TILE_ELEMENTS));
+    }
 }
 
 // Returns a key for rounding to nearest; its stream decides how a zero is stored.
-static NoiseKey piece_key(Slot slot) {
+static NoiseKey side_key(const Side* side) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW, NOISE_SLOW};
-    return {0, 0, noise[slot]};
+    return {0, 0, noise[side->slot]};
 }
 
-// Encodes the piece's values.
-static void piece_encode(Side* side, int64_t start, int64_t n) {
-    piece_tiles(side, start, n, [&](int tile) {
-        const float* values = side->values + tile;
-        if (side->slot == SLOT_WEIGHTS) side->format->set(side->piece, tile, values, TILE_ELEMENTS);
-        if (side->slot != SLOT_WEIGHTS)
-            side->format->store(side->piece, tile, values, TILE_ELEMENTS, piece_key(side->slot));
-    });
+// The new numbers of spans replace the old ones.
+static void numbers_replace(Side* side) {
+    if (format_span(side->format) == SPAN_RUN) return;
+    const int64_t bytes = span_numbers(format_span(side->format), side->tensor) * (int64_t)sizeof(float);
+    memcpy(side->host.scales, side->host.new_scales, (size_t)bytes);
 }
 
-// Copies the values of a piece out of those of the tensor, which begin at `values`; the padding is zero.
-static void piece_values(Side* side, const float* values, int64_t start, int64_t n) {
-    int64_t given = side->tensor->rows * side->tensor->cols - start;
-    given = given < 0 ? 0 : given < n ? given : n;
-    if (given > 0) memcpy(side->values, values, (size_t)given * sizeof(float));
-    memset(side->values + given, 0, (size_t)(n - given) * sizeof(float));
-}
-
-// Stores the values that fill(start, n) puts into the pieces.
-template <class Fill>
-static void side_store(Side* side, Fill fill) {
+// Encodes the values of a tensor.
+static void side_encode(Side* side, const float* values) {
     for (int measure = format_span(side->format) != SPAN_RUN ? 1 : 0; measure >= 0; measure--) {
-        side_pieces(side, [&](int64_t start, int64_t n) {
-            fill(start, n);
-            if (measure) {
-                piece_tiles(side, start, n, [&](int tile) {
-                    side->format->measure(side->piece, tile, side->values + tile, TILE_ELEMENTS);
-                });
-                return;
-            }
-            piece_encode(side, start, n);
-            piece_move(side, start, n, &side->piece, true);
+        side_tiles(side, values, [&](const Streams& tile, const float* from, size_t count) {
+            float x[TILE_ELEMENTS] = {};
+            if (count > 0) memcpy(x, from, count * sizeof(float));
+            if (measure) return side->format->measure(tile, 0, x, TILE_ELEMENTS);
+            if (side->slot == SLOT_WEIGHTS) return side->format->set(tile, 0, x, TILE_ELEMENTS);
+            side->format->store(tile, 0, x, TILE_ELEMENTS, side_key(side));
         });
     }
-    numbers_move(side, side->piece.new_scales, true);
+    numbers_replace(side);
+}
+
+// Decodes the values of a tensor; with `view` those that the model sees.
+static void side_decode(const Side* side, float* values, bool view) {
+    side_tiles(side, values, [&](const Streams& tile, float* to, size_t count) {
+        float x[TILE_ELEMENTS];
+        if (view) side->format->view(tile, 0, x, TILE_ELEMENTS);
+        if (!view) side->format->load(tile, 0, x, TILE_ELEMENTS, side_key(side));
+        if (count > 0) memcpy(to, x, count * sizeof(float));
+    });
 }
 
 // Returns true if v is made of numbers of rows and columns.
 static bool by_numbers(const FormatRow* format) {
-    return format_span(format) >= SPAN_ROWS && format_span(format) <= SPAN_PAIRS;
+    return is_by_rows(format_span(format));
 }
 
 // Turns stored numbers of rows and columns into those whose products `load` returns as v: r is divided by its
 // mean, and c gets the layout of the step. It may overwrite came's second numbers, which no other rule reads.
-static void numbers_prepare(Side* side) {
+static void numbers_prepare(const Side* side) {
     const OptimTensor* tensor = side->tensor;
     if (!is_by_columns(format_span(side->format))) return;
-    float *rows = (float*)side->piece.scales, *to = rows + ready_rows(tensor->rows);
+    float *rows = (float*)side->host.scales, *to = rows + ready_rows(tensor->rows);
     float* columns = (float*)memory_take((size_t)tensor->cols * sizeof(float));
     memcpy(columns, rows + tensor->rows, (size_t)tensor->cols * sizeof(float));
     for (int64_t j = 0; j < tensor->cols; j++) to[ready_place((uint32_t)j)] = columns[j];
@@ -167,69 +142,54 @@ static void numbers_prepare(Side* side) {
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
 }
 
-// Turns a v of elements, which fill(start, n) puts into the pieces, into a v of rows and columns, or only of rows: the
-// means over each.
-template <class Fill>
-static void side_means(Side* side, Fill fill) {
+// Turns a v of elements into a v of rows and columns, or only of rows: the means over each.
+static void side_means(Side* side, const float* values) {
     const int64_t rows = side->tensor->rows, cols = side->tensor->cols;
     double* mean = (double*)memory_zero((size_t)(rows + cols), sizeof(double));
-    side_pieces(side, [&](int64_t start, int64_t n) {
-        fill(start, n);
-        for (int64_t i = start; i < start + n && i < rows * cols; i++) {
-            mean[i / cols] += (double)side->values[i - start] / (double)cols;
-            mean[rows + i % cols] += (double)side->values[i - start] / (double)rows;
-        }
-    });
+    for (int64_t i = side->begin; i < side->end && i < rows * cols; i++) {
+        mean[i / cols] += (double)values[i] / (double)cols;
+        mean[rows + i % cols] += (double)values[i] / (double)rows;
+    }
     const int64_t numbers = span_numbers(format_span(side->format), side->tensor);
-    for (int64_t i = 0; i < numbers; i++) side->piece.new_scales[i] = (float)mean[i];
-    numbers_move(side, side->piece.new_scales, true);
+    for (int64_t i = 0; i < numbers; i++) side->host.new_scales[i] = (float)mean[i];
+    numbers_replace(side);
     free(mean);
 }
 
 // Stores the values of a tensor.
-static void values_store(Side* side, const float* values) {
-    if (side->begin >= side->end) return;
-    side_open(side);
-    auto fill = [&](int64_t start, int64_t n) { piece_values(side, values + start, start, n); };
-    by_numbers(side->format) ? side_means(side, fill) : side_store(side, fill);
-    side_close(side);
+static void side_store(Side* side, const float* values) {
+    by_numbers(side->format) ? side_means(side, values) : side_encode(side, values);
+    side_move(side, &side->host, true);
 }
 
-// Reads the values of a tensor: of weights, as the model sees them.
-static void values_load(Side* side, float* values) {
-    const int64_t elements = side->tensor->rows * side->tensor->cols;
-    if (side->begin >= side->end) return;
-    side_open(side);
-    numbers_move(side, side->piece.scales, false);
-    if (side->slot != SLOT_WEIGHTS) numbers_prepare(side);
-    side_pieces(side, [&](int64_t start, int64_t n) {
-        piece_move(side, start, n, &side->piece, false);
-        piece_tiles(side, start, n, [&](int tile) {
-            float* to = side->values + tile;
-            if (side->slot == SLOT_WEIGHTS) side->format->view(side->piece, tile, to, TILE_ELEMENTS);
-            if (side->slot != SLOT_WEIGHTS)
-                side->format->load(side->piece, tile, to, TILE_ELEMENTS, piece_key(side->slot));
-        });
-        memcpy(values + start, side->values, (size_t)(elements - start < n ? elements - start : n) * sizeof(float));
-    });
-    side_close(side);
+// Reads or, if `writes`, stores the values of a tensor: of weights, as the model sees them.
+static void side_values(Side side, float* values, bool writes) {
+    const bool weights = side.slot == SLOT_WEIGHTS;
+    if (side.begin >= side.end) return;
+    side_open(&side);
+    if (writes) {
+        side_store(&side, values);
+    } else {
+        side_move(&side, &side.host, false);
+        if (!weights) numbers_prepare(&side);
+        side_decode(&side, values, weights);
+    }
+    side_close(&side);
 }
 
 void optim_set_weights(Optim* optim, int index, const float* values) {
-    Side side = side_of_optim(optim, index, SLOT_WEIGHTS);
-    values_store(&side, values);
+    side_values(side_of_optim(optim, index, SLOT_WEIGHTS), (float*)values, true);
 }
 
 void optim_get_weights(const Optim* optim, int index, float* values) {
-    Side side = side_of_optim(optim, index, SLOT_WEIGHTS);
-    values_load(&side, values);
+    side_values(side_of_optim(optim, index, SLOT_WEIGHTS), values, false);
 }
 
 bool optim_moment(Optim* optim, int index, Slot slot, float* values, bool writes) {
-    Side side = side_of_optim(optim, index, slot);
+    const Side side = side_of_optim(optim, index, slot);
     const OptimTensor* shape = &optim->tensors[index];
     if (!side.format || side.tensor->rows != shape->rows || side.tensor->cols != shape->cols) return false;
-    writes ? values_store(&side, values) : values_load(&side, values);
+    side_values(side, values, writes);
     return true;
 }
 
@@ -340,15 +300,6 @@ static void tell_changes(const Changes* changes, const OptimStored* stored, int 
     }
 }
 
-// Reads a piece of the checkpoint. `weights` are those of the model file.
-static void stored_read(Side* side, const float* weights, int64_t start, int64_t n) {
-    if (in_model_file(side->slot, 0, side->format->stream[0])) {
-        piece_values(side, weights + start, start, n);
-        piece_encode(side, start, n);
-    }
-    piece_move(side, start, n, &side->piece, false);
-}
-
 // Copies or converts a slot of tensor `index`.
 static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* stored, int index, Slot slot,
                       Changes* changes) {
@@ -357,30 +308,23 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
     int arrays = 0;
     char ignored[DATA_ERROR_BYTES];
     if (!from.format || !to.format || to.begin >= to.end || !stored_find(&from, plan, stored, &arrays, ignored)) return;
-    const size_t elements = (size_t)(to.tensor->rows * to.tensor->cols);
-    float* weights = slot == SLOT_WEIGHTS ? (float*)memory_zero(elements, sizeof(float)) : nullptr;
-    if (weights) stored->weights(stored->context, index, weights);
-    side_open(&from), side_open(&to);
-    numbers_move(&from, from.piece.scales, false);
-    auto decode = [&](int64_t start, int64_t n) {
-        stored_read(&from, weights, start, n);
-        piece_tiles(&from, start, n, [&](int tile) {
-            from.format->load(from.piece, tile, from.values + tile, TILE_ELEMENTS, piece_key(slot));
-        });
-        piece_values(&to, from.values, start, n);
-    };
+    float* values = (float*)memory_zero((size_t)(to.tensor->rows * to.tensor->cols), sizeof(float));
+    from.begin = to.begin, from.end = to.end;
+    side_open(&from);
+    if (slot == SLOT_WEIGHTS) stored->weights(stored->context, index, values);
+    if (in_model_file(slot, 0, from.format->stream[0])) side_encode(&from, values);
+    side_move(&from, &from.host, false);
     if (from.format == to.format) {
-        side_pieces(&to, [&](int64_t start, int64_t n) {
-            stored_read(&from, weights, start, n);
-            piece_move(&to, start, n, &from.piece, true);
-        });
-        numbers_move(&to, from.piece.scales, true);
+        side_move(&to, &from.host, true);
     } else {
+        side_open(&to);
         numbers_prepare(&from);
-        by_numbers(to.format) ? side_means(&to, decode) : side_store(&to, decode);
+        side_decode(&from, values, false);
+        side_store(&to, values);
+        side_close(&to);
     }
-    free(weights);
-    side_close(&from), side_close(&to);
+    free(values);
+    side_close(&from);
 }
 
 bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
