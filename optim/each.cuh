@@ -45,7 +45,7 @@ void each_launch(const Device* dev, void (*kernel)(Each, int64_t), const Each& e
 
 // Returns the sum of N numbers, added by halves as a warp or a thread block of a GPU adds them; `sum` is overwritten.
 template <int N>
-float sum_by_halves(float (&sum)[N]) {
+OPTIM_INLINE float sum_by_halves(float (&sum)[N]) {
     for (int half = N / 2; half > 0; half /= 2) {
         for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
     }

@@ -170,19 +170,31 @@ const FormatRow* none_row() {
     return &row;
 }
 
+// Returns the row of numbers of rows, columns or tensors, which a checkpoint keeps if `kept`. Only a conversion loads
+// them, as the v that they stand for.
+static FormatRow span_row(const char* name, Span span, bool kept) {
+    FormatRow row = format_row<None>(name, "", "None");
+    row.stream[1] = {"", "F32", kept ? 32 : 0, 1, false, span};
+    row.call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+        const RowInput rows = {(const float*)streams.scales, streams.span};
+        numbers_finish(numbers_start(self.stream[1].span, rows, first, x, n, false), x, n);
+    };
+    return row;
+}
+
 const FormatRow* numbers_row(const RuleRow* rule) {
-    static const FormatRow moments = format_row<RowMoments>("fp32/row", "", "RowMoments"),
-                           scales = format_row<RowScales>("none", "", "RowScales"),
-                           scaled_v = format_row<RowScaledV>("fp32/row", "", "RowScaledV"),
-                           factors = format_row<RowFactors>("fp32/row+column", "", "RowFactors"),
-                           pairs = format_row<RowPairs>("fp32/row+column", "", "RowPairs");
+    static const FormatRow moments = span_row("fp32/row", SPAN_ROWS, true),  // the step reads a row's new v
+        scales = span_row("none", SPAN_SCALES, false),                       // a factor for each row
+        scaled_v = span_row("fp32/row", SPAN_SCALES, true),                  // the same, made of a v for each row
+        factors = span_row("fp32/row+column", SPAN_FACTORS, true),           // factors of rows and columns, of r and c
+        pairs = span_row("fp32/row+column", SPAN_PAIRS, true);               // two of each, of came's r, c, R and C
     const Span span = numbers_span(rule->rows);
     if (span == SPAN_SCALES) return rule->rows == ROWS_RMNP ? &scales : &scaled_v;
     return span == SPAN_FACTORS ? &factors : span == SPAN_PAIRS ? &pairs : &moments;
 }
 
 const FormatRow* norms_row() {
-    static const FormatRow row = format_row<TensorNorms>("fp32/tensor", "", "TensorNorms");
+    static const FormatRow row = span_row("fp32/tensor", SPAN_NORM, true);
     return &row;
 }
 

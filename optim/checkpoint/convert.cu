@@ -255,46 +255,43 @@ static bool slot_fits(const Side* from, const Side* to, const char* tensor, char
                       rule, slot_name(to->slot), tensor, before);
 }
 
-// The changes of format, for notices.
+// The notices of a load, one for each change of format, and in how many tensors it was made.
 struct Changes {
     struct Change {
         Slot slot;
-        const char *from, *to;
-        const char *old_rule, *rule;  // of the first tensor that changes so
-        int tensors;                  // how many do
+        const FormatRow *from, *to;  // null: nothing was or is kept
+        const char* rule;  // of the first tensor that changes so: the checkpoint's, or this run's without `to`
+        int tensors;
     } change[SLOTS * LAUNCHES * LAUNCHES];
     int count;
 };
 
 // Counts a change of format.
 static void note_change(Changes* changes, const Side* from, const Side* to) {
-    const char *old = from->format ? from->place.format->name : nullptr,
-               *now = to->format ? to->place.format->name : nullptr;
-    int i = 0;
-    for (; i < changes->count; i++) {
-        const Changes::Change* known = &changes->change[i];
-        if (known->slot == to->slot && known->from == old && known->to == now) break;
+    const FormatRow *old = from->format ? from->place.format : nullptr, *now = to->format ? to->place.format : nullptr;
+    Changes::Change* change = changes->change;
+    const Changes::Change* end = change + changes->count;
+    while (change < end && (change->slot != to->slot || change->from != old || change->to != now)) change++;
+    if (change == end) {
+        *change = {to->slot, old, now, now ? from->place.rule : to->place.rule, 0};
+        changes->count++;
     }
-    if (i == changes->count)
-        changes->change[changes->count++] = {to->slot, old, now, from->place.rule, to->place.rule, 0};
-    changes->change[i].tensors++;
+    change->tensors++;
 }
 
 // Reports all changes of formats through `notice`.
 static void tell_changes(const Changes* changes, const OptimStored* stored, int tensors) {
     for (int i = 0; i < changes->count; i++) {
         const Changes::Change* change = &changes->change[i];
-        const char* slot = slot_name(change->slot);
-        char line[512], share[64] = "";
-        if (change->tensors < tensors) snprintf(share, sizeof(share), " in %d tensors", change->tensors);
+        const char *slot = slot_name(change->slot), *rule = change->rule, *line;
         if (!change->from) {
-            snprintf(line, sizeof(line), "%s: not in the checkpoint, whose rule is %s; it starts at zero", slot,
-                     change->old_rule);
+            line = text_kept("%s: not in the checkpoint, whose rule is %s; it starts at zero", slot, rule);
         } else if (!change->to) {
-            snprintf(line, sizeof(line), "%s: left behind; %s keeps none", slot, change->rule);
+            line = text_kept("%s: left behind; %s keeps none", slot, rule);
         } else {
-            snprintf(line, sizeof(line), "%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact",
-                     slot, change->from, share, change->to);
+            const char* share = change->tensors < tensors ? text_kept(" in %d tensors", change->tensors) : "";
+            line = text_kept("%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact", slot,
+                             change->from->name, share, change->to->name);
         }
         stored->notice(stored->context, line);
     }

@@ -27,49 +27,35 @@ struct OptimSaved {
     int arrays;
 };
 
-// A tensor's bytes in an array of the optimizer.
-struct SavedPart {
-    int64_t begin, end;  // among those of the whole array
-    int64_t tile_bytes;
-    bool whole;        // one rank has all of them
-    const char* data;  // where they begin, or would, in this rank's array
-};
-
-static SavedPart part_of(const OptimSaved* saved, int t, Slot slot, int i) {
+// Copies bytes `begin` to `end` - 1 of a tensor, which has `tile_bytes` a tile and begins at `data` on this rank, to
+// rank 0's memory. `data` NULL: they are in `to` already.
+static void part_read(const OptimSaved* saved, int t, int64_t tile_bytes, const char* data, int64_t begin, int64_t end,
+                      char* to) {
     const Optim* optim = saved->optim;
-    const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(optim->plan, t, slot);
-    const ArrayBytes bytes = array_bytes(&all, i);
-    return {bytes.begin, bytes.begin + bytes.bytes, stream_bytes(all.format->stream[i], TILE_ELEMENTS),
-            config_reads_whole(&optim->plan->launch[optim->plan->launch_of[t]].config),
-            (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin};
+    Shard* s = saved->shard;
+    if (shard_splits(s, SHARD_STATES)) {
+        const bool whole = config_reads_whole(&optim->plan->launch[optim->plan->launch_of[t]].config);
+        shard_collect(s, to, data, optim->tensors[t].offset / TILE_ELEMENTS, tile_bytes, whole, begin, end);
+    } else if (data && (!s || s->comm.rank == 0)) {
+        copy_to_host(optim->dev, to, data + begin, end - begin);
+    }
 }
 
-// Copies bytes `begin` to `end` - 1 of a tensor, which begin at `data` on this rank, to rank 0's memory. `data` NULL:
-// they are in `to` already.
-static void part_read(const OptimSaved* saved, int t, const SavedPart* part, const char* data, int64_t begin,
-                      int64_t end, char* to) {
-    Shard* s = saved->shard;
-    const int64_t first = saved->optim->tensors[t].offset / TILE_ELEMENTS;
-    if (shard_splits(s, SHARD_STATES)) {
-        shard_collect(s, to, data, first, part->tile_bytes, part->whole, begin, end);
-    } else if (data && (!s || s->comm.rank == 0)) {
-        copy_to_host(saved->optim->dev, to, data + begin, end - begin);
-    }
+// Returns where array i of a tensor's slot begins, or would begin, on this rank.
+static const char* part_data(const Optim* optim, int t, Slot slot, int i) {
+    const ArrayRef own = plan_array_ref(optim->plan, t, slot);
+    return (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin;
 }
 
 void optim_saved_weights(void* context, int t, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
-    const OptimTensor* tensor = &saved->optim->tensors[t];
-    const Plan* plan = saved->optim->plan;
-    const FormatRow* format = plan->launch[plan->launch_of[t]].rows.weights;
-    SavedPart part = {0, 0, TILE_ELEMENTS * (int64_t)sizeof(float), false, nullptr};
-    if (optim_model_dtype(format->stream[0].dtype)) {
-        part = part_of(saved, t, SLOT_WEIGHTS, 0);
-    } else {
-        optim_get_weights(saved->optim, t, (float*)to);
-    }
-    const int64_t bytes = tensor->rows * tensor->cols * (part.tile_bytes / TILE_ELEMENTS);
-    part_read(saved, t, &part, part.data, 0, bytes, (char*)to);
+    const Optim* optim = saved->optim;
+    const int64_t elements = optim->tensors[t].rows * optim->tensors[t].cols;
+    const bool stored = optim_model_dtype(optim->plan->launch[optim->plan->launch_of[t]].rows.weights->stream[0].dtype);
+    const int64_t bytes = strcmp(optim_saved_dtype(optim, t), "BF16") == 0 ? 2 : 4;
+    if (!stored) optim_get_weights(optim, t, (float*)to);
+    part_read(saved, t, TILE_ELEMENTS * bytes, stored ? part_data(optim, t, SLOT_WEIGHTS, 0) : nullptr, 0,
+              elements * bytes, (char*)to);
 }
 
 OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream* extra) {
@@ -107,10 +93,13 @@ void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to)
         const Slot slot = (Slot)stream->slot;
         const int launch = saved->whole->launch_of[t];
         if ((slot == SLOT_WEIGHTS ? saved->whole->launch[launch].weights : launch) != stream->index) continue;
-        const SavedPart part = part_of(saved, t, slot, stream->array);
-        const int64_t begin = at > part.begin ? at : part.begin, end = at + bytes < part.end ? at + bytes : part.end;
+        const ArrayRef all = plan_array_ref(saved->whole, t, slot);
+        const ArrayBytes own = array_bytes(&all, stream->array);
+        const int64_t begin = at > own.begin ? at - own.begin : 0,
+                      end = at + bytes - own.begin < own.bytes ? at + bytes - own.begin : own.bytes;
         if (begin >= end) continue;
-        part_read(saved, t, &part, part.data, begin - part.begin, end - part.begin, (char*)to + (begin - at));
+        part_read(saved, t, stream_bytes(all.format->stream[stream->array], TILE_ELEMENTS),
+                  part_data(saved->optim, t, slot, stream->array), begin, end, (char*)to + (own.begin + begin - at));
     }
 }
 

@@ -153,85 +153,71 @@ struct Orthonormal {
     uint32_t refresh;
 };
 
-static float dot_cpu(const float* a, const float* b, int64_t n) {
+// Makes the threads of a thread block wait for each other.
+OPTIM_INLINE void block_sync() {
+#ifdef __CUDA_ARCH__
+    __syncthreads();
+#endif
+}
+
+// Returns the sum of a[i] b[i], to all lanes of a GPU's warp.
+OPTIM_INLINE float dot(const float* a, const float* b, int64_t n) {
+#ifdef __CUDA_ARCH__
+    float sum = 0.0f;
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32) sum = exact_fma(a[i], b[i], sum);
+    for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
+    return __shfl_sync(0xffffffffu, sum, 0);
+#else
     float sum[32] = {};
     for (int64_t i = 0; i < n; i += 32) {
         for (int l = 0; l < 32 && i + l < n; l++) sum[l] = exact_fma(a[i + l], b[i + l], sum[l]);
     }
     return sum_by_halves(sum);
+#endif
 }
 
-static void orthonormal_cpu(const Orthonormal& o) {
+// Runs on all threads of a thread block or, on the CPU, on one.
+OPTIM_INLINE void orthonormal_rows(const Orthonormal& o) {
+    const int64_t thread = OPTIM_EITHER(threadIdx.x, 0), threads = OPTIM_EITHER(blockDim.x, 1);
+    const int64_t warp = thread / 32, warps = OPTIM_EITHER(threads / 32, 1);
     bool any = false;
-    for (int64_t i = 0; i < o.rank * o.side && !any; i++) any = o.y[i] != 0.0f;
-    if (!any) return;
+    for (int64_t i = thread; i < o.rank * o.side; i += threads) any = any || o.y[i] != 0.0f;
+    if (!OPTIM_EITHER(__syncthreads_or(any), any)) return;
     for (int64_t j = 0; j < o.rank; j++) {
         float* row = o.y + j * o.side;
-        for (uint32_t attempt = 1;; attempt++) {
-            const float before = dot_cpu(row, row, o.side);
+        bool good = false;
+        for (uint32_t attempt = 1; !good; attempt++) {
+            const float before = dot(row, row, o.side);
             for (int pass = 0; pass < 2; pass++) {
-                for (int64_t i = 0; i < j; i++) o.c[i] = dot_cpu(o.y + i * o.side, row, o.side);
-                for (int64_t k = 0; k < o.side; k++) {
-                    for (int64_t i = 0; i < j; i++) row[k] = exact_fma(-o.c[i], o.y[i * o.side + k], row[k]);
+                for (int64_t i = warp; i < j; i += warps) {
+                    const float part = dot(o.y + i * o.side, row, o.side);
+                    if (thread % 32 == 0) o.c[i] = part;
                 }
+                block_sync();
+                for (int64_t k = thread; k < o.side; k += threads) {
+                    float x = row[k];
+                    for (int64_t i = 0; i < j; i++) x = exact_fma(-o.c[i], o.y[i * o.side + k], x);
+                    row[k] = x;
+                }
+                block_sync();
             }
-            const float after = dot_cpu(row, row, o.side);
-            if (after > exact_mul(1e-10f, before) || attempt == 4) {
-                const float inverse = 1.0f / sqrtf(after);
-                for (int64_t k = 0; k < o.side; k++) row[k] = exact_mul(row[k], after > 0.0f ? inverse : 0.0f);
-                break;
+            const float after = dot(row, row, o.side);
+            block_sync();
+            good = after > exact_mul(1e-10f, before) || attempt == 4;
+            const float inverse = after > 0.0f ? exact_div(1.0f, exact_sqrt(after)) : 0.0f;
+            for (int64_t k = thread; k < o.side; k += threads) {
+                row[k] = good ? exact_mul(row[k], inverse)
+                              : basis_normal(o.seed, o.element + j * o.side + k, o.refresh ^ attempt << 28);
             }
-            for (int64_t k = 0; k < o.side; k++) {
-                row[k] = basis_normal(o.seed, o.element + j * o.side + k, o.refresh ^ attempt << 28);
-            }
+            block_sync();
         }
     }
 }
 
 #ifdef __CUDACC__
-// Does the same as dot_cpu with a warp; all lanes get the sum.
-__device__ inline float dot_warp(const float* a, const float* b, int64_t n) {
-    float sum = 0.0f;
-    for (int64_t i = threadIdx.x % 32; i < n; i += 32) sum = exact_fma(a[i], b[i], sum);
-    for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
-    return __shfl_sync(0xffffffffu, sum, 0);
-}
-
-// grid 1, block 1024; deterministic, with the bits of orthonormal_cpu.
+// grid 1, block 1024; deterministic.
 __global__ void __launch_bounds__(1024) orthonormal_kernel(Orthonormal o) {
-    const int warp = threadIdx.x / 32;
-    bool any = false;
-    for (int64_t i = threadIdx.x; i < o.rank * o.side; i += 1024) any = any || o.y[i] != 0.0f;
-    if (!__syncthreads_or(any)) return;
-    for (int64_t j = 0; j < o.rank; j++) {
-        float* row = o.y + j * o.side;
-        for (uint32_t attempt = 1;; attempt++) {
-            const float before = dot_warp(row, row, o.side);
-            for (int pass = 0; pass < 2; pass++) {
-                for (int64_t i = warp; i < j; i += 32) {
-                    const float dot = dot_warp(o.y + i * o.side, row, o.side);
-                    if (threadIdx.x % 32 == 0) o.c[i] = dot;
-                }
-                __syncthreads();
-                for (int64_t k = threadIdx.x; k < o.side; k += 1024) {
-                    float x = row[k];
-                    for (int64_t i = 0; i < j; i++) x = exact_fma(-o.c[i], o.y[i * o.side + k], x);
-                    row[k] = x;
-                }
-                __syncthreads();
-            }
-            const float after = dot_warp(row, row, o.side);
-            __syncthreads();
-            const bool good = after > exact_mul(1e-10f, before) || attempt == 4;
-            const float inverse = after > 0.0f ? __frcp_rn(exact_sqrt(after)) : 0.0f;
-            for (int64_t k = threadIdx.x; k < o.side; k += 1024) {
-                row[k] = good ? exact_mul(row[k], inverse)
-                              : basis_normal(o.seed, o.element + j * o.side + k, o.refresh ^ attempt << 28);
-            }
-            __syncthreads();
-            if (good) break;
-        }
-    }
+    orthonormal_rows(o);
 }
 #endif
 
@@ -243,7 +229,7 @@ static void orthonormal(const Device* dev, const Orthonormal& o) {
         return;
     }
 #endif
-    orthonormal_cpu(o);
+    orthonormal_rows(o);
 }
 
 // One matrix of a chunk, and where its buffers are.

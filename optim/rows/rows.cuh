@@ -174,21 +174,6 @@ OPTIM_INLINE void numbers_finish(float row, float* x, int n) {
     for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
 }
 
-// The storage of the numbers that a checkpoint keeps. Only a conversion loads them, as the v that they stand for.
-template <Span SPAN, bool KEPT>
-struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
-    static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
-
-    template <int N>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
-        const RowInput rows = {(const float*)streams.scales, streams.span};
-        numbers_finish(numbers_start(SPAN, rows, first, x, N, false), x, N);
-    }
-
-    template <int N>
-    static OPTIM_INLINE void put(const Streams&, int, const float*, const NoiseKey&) {}
-};
-
 // Returns the span of a rule's numbers.
 OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
     return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE      ? SPAN_SCALES
@@ -196,13 +181,6 @@ OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
            : rule == ROWS_CAME || rule == ROWS_CAME8           ? SPAN_PAIRS
                                                                : SPAN_ROWS;
 }
-
-typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the step reads the new one, which replaces it
-typedef RowNumbers<SPAN_SCALES, false> RowScales;   // a factor for each row
-typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // a factor for each row, made of a v for each row
-typedef RowNumbers<SPAN_FACTORS, true> RowFactors;  // a factor for each row and column, made of r and c
-typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two factors for each row and column, made of came's r, c, R, C
-typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
 
 // Returns the number of an element that a pass squares; for SUM_STEP use the rule's update instead.
 OPTIM_INLINE float sum_value(Sum sum, RowRule rule, const Hyper& hyper, float p, float g, float m, float v) {
