@@ -855,8 +855,8 @@ TEST(memory_plan_files) {
             model += m.stored[t].rows * m.stored[t].cols * bytes;
         }
         OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, nullptr);
-        for (int i = 0; i < optim_saved_count(saved); i++) {
-            const OptimStream array = optim_saved_array(saved, i);
+        for (int i = 0; i < saved->arrays; i++) {
+            const OptimStream& array = saved->array[i];
             optimizer += array.elements * array.element_bytes;
         }
         optim_saved_close(saved);

@@ -914,9 +914,9 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     const OptimStream history = amax_history_of(m);
     OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
     SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
-    const int count = optim_saved_count(saved);
+    const int count = saved->arrays;
     for (int i = 0; i < count; i++) {
-        const OptimStream array = optim_saved_array(saved, i);
+        const OptimStream& array = saved->array[i];
         arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
     }
     if (m->uses_fp8) arrays[count - 1].shape[0] = fp8_slots(m), arrays[count - 1].shape[1] = FP8_HISTORY;

@@ -47,15 +47,13 @@ struct StepLaunch {
     RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
 };
 
-// The numbers of spans that a step reads, and those that it makes. spans_settle replaces the former by the latter, and
-// sets the latter to 0, unless grad_scale is NaN or infinite.
+// The numbers of spans that a step reads, and those that it makes, which replace them at its end.
 struct Settle {
     float *now, *next;  // (count), device memory
     int64_t count;
     const ArenaRun* run;  // whose tensors they belong to
     Span span;
 };
-void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale);
 
 // Memory that the optimizer frees at its end.
 struct OwnMemory {
@@ -88,6 +86,25 @@ struct Optim {
     JitRequest request[8 * LAUNCHES];  // the kernels that optim_make compiles
     int requests;
 };
+
+// Makes the table and the next numbers of a format in spans, for a run of the arena (spans.cu).
+void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams);
+// Make what the passes before the step of a launch need (rows.cu), and a rule that reads matrices (matrix.cu).
+void rows_create(Optim* optim, int launch);
+void matrix_create(Optim* optim, int launch);
+
+// Allocates device memory for a table: zeros, or a copy of host memory.
+void* optim_table(Optim* optim, int64_t bytes, const void* from);
+template <class T>
+T* table_memory(Optim* optim, int64_t bytes, const T* from = nullptr) {
+    return (T*)optim_table(optim, bytes, from);
+}
+// Asks for a kernel, which optim_make has compiled with all others at its end.
+void kernel_make(Optim* optim, const OptimConfig* config, const Rows* rows, const char* name, int threads,
+                 int shared_bytes, Kernel* kernel);
+// Makes a kernel of a launch's step: at most one thread block for each multiprocessor, with the threads and shared
+// memory of step_shape.
+void kernel_create(Optim* optim, const LaunchPlan* plan, StepKernel* kernel, const Rows* rows);
 
 // The numbers from which the constants of a step (constants.h) are computed, for each group.
 struct StepConstants {
@@ -128,6 +145,15 @@ inline int64_t own_number(const LaunchStep* step) {
 // groups of its constants are those of the plan. Then optim_launch updates the tiles.
 void optim_passes(const Optim* optim, int launch, const LaunchStep* step);
 void optim_launch(const Optim* optim, int launch, const LaunchStep* step);
+
+// Returns the arguments of a launch's step: its arrays and constants.
+StepArguments launch_arguments(const Optim* optim, const StepLaunch* launch, const LaunchStep* step);
+// Runs a kernel of the step, or its CPU version, on the tiles of the arguments.
+void kernel_run(const Optim* optim, const StepKernel* kernel, const LaunchStep* step, StepArguments* arguments);
+// Takes the step of a rule that reads matrices (matrix.cu). If the rule projects gradients, the step takes all tiles of
+// the launch.
+void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,
+                     const StepArguments* arguments);
 
 // End a step, after all launches: of all tensors, or of one.
 void optim_commit_scales(const Optim* optim, const float* grad_scale);

@@ -5,6 +5,7 @@
 // call launch_failed below, which returns to the library's function by longjmp with the sentence. What a function takes
 // from memory.h is in the optimizer's list until it is freed, so that nibble_optim_free frees it too if nobody knows it
 // any more.
+#include "checkpoint/arrays.h"
 #include "nibble_optim.h"
 
 #include <math.h>

@@ -32,10 +32,8 @@ static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// Allocates device memory for a table: zeros, or a copy of host memory.
-template <class T>
-static T* table_memory(Optim* optim, int64_t bytes, const T* from = nullptr) {
-    T* table = (T*)allocate_zero(optim, bytes, &optim->allocated.tables);
+void* optim_table(Optim* optim, int64_t bytes, const void* from) {
+    void* table = allocate_zero(optim, bytes, &optim->allocated.tables);
     if (from && !optim->counts) copy_to_device(optim->dev, table, from, bytes);
     return table;
 }
@@ -53,27 +51,6 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     void* table = table_memory(optim, format->table_bytes, host);
     free(host);
     return table;
-}
-
-// Makes the table and the next numbers of a format in spans, for a run of the arena.
-static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams) {
-    Span span = format_span(format);
-    if (span == SPAN_RUN) return;
-    int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    streams->new_scales = table_memory<float>(optim, next_bytes(run, span));
-    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
-    for (int t = 0; t < optim->count && !optim->counts; t++) {
-        const OptimTensor* tensor = &optim->plan->kept[t][SLOT_WEIGHTS];
-        if (!is_in_run(optim->plan, t, run)) continue;
-        const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
-        for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
-            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
-        }
-    }
-    streams->span = table_memory(optim, bytes, host);
-    free(host);
-    if (span < SPAN_SCALES)
-        optim->settle[optim->settles++] = {(float*)streams->scales, streams->new_scales, run->numbers[span], run, span};
 }
 
 // Allocates a zeroed array that checkpoints write, in the memory that `total` counts.
@@ -205,18 +182,15 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-// Asks for a kernel, which optim_make has compiled with all others at its end.
-static void kernel_make(Optim* optim, const OptimConfig* config, const Rows* rows, const char* name, int threads,
-                        int shared_bytes, Kernel* kernel) {
+void kernel_make(Optim* optim, const OptimConfig* config, const Rows* rows, const char* name, int threads,
+                 int shared_bytes, Kernel* kernel) {
     char expression[2100];
     kernel_expression(name, config, rows, optim->compute, expression, sizeof(expression));
     *kernel = {{}, threads, shared_bytes};
     optim->request[optim->requests++] = {text_copy(expression), kernel, {}, 0, nullptr};
 }
 
-// Makes a kernel of a launch's step: at most one thread block for each multiprocessor, with the threads and shared
-// memory of step_shape.
-static void kernel_create(Optim* optim, const LaunchPlan* plan, StepKernel* kernel, const Rows* rows) {
+void kernel_create(Optim* optim, const LaunchPlan* plan, StepKernel* kernel, const Rows* rows) {
     const Device* dev = optim->dev;
     const OptimConfig* config = &plan->config;
     kernel->rows = *rows;
@@ -263,51 +237,6 @@ static void weights_create(Optim* optim, int index) {
     const bool there = weights->are_seen && (copied || optim->config.placed);
     allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
     list_streams(optim, SLOT_WEIGHTS, index, format, &weights->streams, run);
-}
-
-// Makes the tables and the kernels of the passes before the step.
-static void rows_create(Optim* optim, int index) {
-    StepLaunch* launch = &optim->launch[index];
-    const Device* dev = optim->dev;
-    RowWork* work = &launch->passes;
-    work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
-    if (work->plan.passes == 0) return;
-    const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
-    work->tensor = table_memory(optim, bytes, work->plan.tensor);
-    work->parts = table_memory<float>(optim, work->plan.parts * (int64_t)sizeof(float));
-    if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
-    const OptimConfig* config = &launch->plan->config;
-    const int shared_bytes = launch->kernel.measure.shared_bytes;
-    auto make = [&](const char* name, Kernel* kernel) {
-        kernel_make(optim, config, &launch->rows, name, 32 * SUM_WARPS, shared_bytes, kernel);
-    };
-    make("optim_sums_kernel", &work->kernel);
-    if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
-}
-
-// Makes the buffers and the second kernel of a rule that reads matrices.
-static void matrix_create(Optim* optim, int index) {
-    StepLaunch* launch = &optim->launch[index];
-    const Device* dev = optim->dev;
-    MatrixWork* work = &launch->matrix;
-    work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
-    Rows rows = apply_rows(&launch->rows);
-    if (low_rank_in_bf16(dev, &launch->plan->config, &work->plan)) rows.grads = launch->rows.grads;
-    kernel_create(optim, launch->plan, &launch->apply, &rows);
-    const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
-    work->matrix = table_memory(optim, bytes, work->plan.matrix);
-    work->scratch = table_memory<float>(optim, work->plan.scratch);
-    work->work = table_memory<char>(optim, work->plan.work);
-    work->sums = table_memory<float>(optim, work->plan.sums);
-    work->unit = table_memory<float>(optim, sizeof(float));
-    work->low = table_memory<float>(optim, work->plan.low);
-    work->direction = table_memory<float>(optim, work->plan.low);
-    work->low_tiles = table_memory<Tile>(optim, work->plan.low_tiles);
-    if (work->plan.low_tiles == 0 || optim->counts) return;
-    Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
-    matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
-    copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
-    free(tiles);
 }
 
 // Allocates and lists the states of launch `index`, and makes its kernels.

@@ -58,28 +58,29 @@ static bool copy_word(char* out, size_t bytes, const char* begin, const char* en
 
 // Parses one setting, "key=value".
 static bool setting_parse(Override* rule, const char* word, char* error) {
-    char* rest;
-    const char* value = strchr(word, '=');
-    size_t key = value ? (size_t)(value++ - word) : 0;
-    char* format = key == 1 && *word == 'm'                         ? rule->m
-                   : key == 1 && *word == 'v'                       ? rule->v
-                   : key == 4 && strncmp(word, "rule", key) == 0    ? rule->rule
-                   : key == 7 && strncmp(word, "weights", key) == 0 ? rule->weights
-                                                                    : nullptr;
-    bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
-    if (format) {
-        if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
-        return data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
-                          format == rule->rule ? "rule" : "format");
-    }
-    if (is_lr || is_wd) {
-        double number = strtod(value, &rest);
-        if (*value && !*rest && number >= 0.0 && number <= 1e6) {
-            *(is_lr ? &rule->lr : &rule->decay) = number;
-            return true;
+    const struct {
+        const char *key, *kind;
+        char* name;
+        double* number;
+    } settings[] = {{"weights=", "format", rule->weights, nullptr},
+                    {"m=", "format", rule->m, nullptr},
+                    {"v=", "format", rule->v, nullptr},
+                    {"rule=", "rule", rule->rule, nullptr},
+                    {"lr=", "", nullptr, &rule->lr},
+                    {"wd=", "", nullptr, &rule->decay}};
+    for (const auto& known : settings) {
+        const char* value = word + strlen(known.key);
+        if (strncmp(word, known.key, strlen(known.key)) != 0) continue;
+        if (known.name) {
+            return copy_word(known.name, sizeof(rule->m), value, value + strlen(value)) ||
+                   data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
+                              known.kind);
         }
-        return data_error(error, "--override: \"%s\" was found and a number from 0 to 1e6 is needed after %.2s=", word,
-                          word);
+        char* rest;
+        *known.number = strtod(value, &rest);
+        return (*value && !*rest && *known.number >= 0.0 && *known.number <= 1e6) ||
+               data_error(error, "--override: \"%s\" was found and a number from 0 to 1e6 is needed after %s", word,
+                          known.key);
     }
     return data_error(error, "--override: \"%s\" is not known; type weights=, m=, v=, rule=, lr= or wd= and a value",
                       word);

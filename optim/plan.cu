@@ -218,45 +218,6 @@ void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int coun
     plan_free(plan);
 }
 
-// Sets shapes and offsets of the moments and the basis of a tensor whose gradient is projected. They begin at offset[0]
-// and offset[1].
-static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
-                     OptimTensor (&kept)[SLOTS]) {
-    const int64_t parts = tensor->parts;
-    const LowShape shape = low_shape(&launch->config, tensor->rows / parts, tensor->cols);
-    for (int slot = SLOT_M; slot <= SLOT_SLOW; slot++) {
-        kept[slot].rows = parts * shape.rows, kept[slot].cols = shape.cols, kept[slot].offset = offset[0];
-    }
-    kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
-}
-
-// Sets what each slot of a launch keeps of tensors whose gradients are projected. `first` is the first element of the
-// launch's tensors in the whole arena, wherever they are kept.
-static void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, int count) {
-    LaunchPlan* launch = &plan->launch[index];
-    const int64_t begin = launch->run.begin;
-    int64_t offset[2] = {begin, begin};
-    for (int t = 0; t < count; t++) {
-        if (plan->launch_of[t] != index) continue;
-        OptimTensor(&kept)[SLOTS] = plan->kept[t];
-        kept_low(launch, &tensors[t], offset, kept);
-        plan->noise[t] = first;
-        first += tensor_padded(&kept[SLOT_M]);
-        if (is_elsewhere(plan, t)) continue;
-        offset[0] += tensor_padded(&kept[SLOT_M]), offset[1] += tensor_padded(&kept[SLOT_BASIS]);
-    }
-    for (int slot = SLOT_M; slot <= SLOT_BASIS; slot++) {
-        launch->kept[slot].begin = begin, launch->kept[slot].end = offset[slot == SLOT_BASIS];
-    }
-    for (const FormatRow* format : {launch->rows.m, launch->rows.v}) {
-        if (format_span(format) == SPAN_RUN) continue;
-        user_error(
-            "%s keeps moments of another shape, and %s has scales of whole tensors; take a format in blocks, say "
-            "dyn8 or lin4",
-            launch->rows.rule->name, format->name);
-    }
-}
-
 // Places a launch's tensors behind those of earlier launches, and their numbers of spans behind the `numbers` that
 // these have.
 static void plan_place(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
@@ -307,24 +268,6 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
     return plan;
 }
 
-OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
-    OptimConfig whole = *config;
-    whole.runs = nullptr, whole.keeps_copy = false;
-    const Device cpu = {};  // any device will do, since tables are not counted
-    const OptimBytes bytes = optim_bytes(&cpu, &whole, tensors, count, OPTIM_FP32);
-    OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
-    Plan* plan = plan_ranges(&whole, tensors, count);
-    for (int i = 0; i < plan->weights_count; i++) {
-        const StreamInfo* first = &plan->weights[i].format->stream[0];
-        const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
-        const bool direct = optim_model_dtype(first->dtype);
-        files.model += elements * (direct ? first->bits / 8 : 4);
-        if (direct) files.optimizer -= stream_bytes(*first, elements);
-    }
-    plan_free(plan);
-    return files;
-}
-
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error) {
     Plan* plan = plan_ranges(config, tensors, count);
     bool ok = true;
@@ -359,43 +302,6 @@ void stream_name(const Plan* plan, int index, Slot slot, const StreamInfo& strea
     char array[ARRAY_NAME_BYTES];
     snprintf(array, sizeof(array), index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
     snprintf(name, bytes, "%s%s%s", own_name && !index ? "" : array, own_name && index ? "." : "", stream.name);
-}
-
-// Writes the name of the row with the same arrays that rounds to nearest, and returns it.
-static const char* nearest_name(const char* name, char (&nearest)[64]) {
-    size_t length = strlen(name), suffix = strlen(":sr");
-    const char* end = length > suffix ? name + length - suffix : "";
-    bool noisy = strcmp(end, ":sr") == 0 || strcmp(end, ":ef") == 0;
-    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
-    return nearest;
-}
-
-ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
-    const int launch = plan->launch_of[tensor];
-    const LaunchPlan* launch_plan = &plan->launch[launch];
-    const FormatRow* format = slot_format(launch_plan, slot);
-    const bool weights = slot == SLOT_WEIGHTS;
-    ArrayRef place = {};
-    place.rule = launch_plan->config.rule;
-    place.kept = &plan->kept[tensor][slot];
-    place.index = weights ? launch_plan->weights : launch;
-    place.run = weights ? &plan->weights[launch_plan->weights].run : &launch_plan->kept[slot];
-    if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
-    char nearest[64];
-    nearest_name(format->name, nearest);
-    place.format = format;
-    place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
-    if (!place.nearest) place.nearest = format;
-    place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
-    return place;
-}
-
-ArrayBytes array_bytes(const ArrayRef* place, int i) {
-    const StreamInfo& info = place->format->stream[i];
-    const int64_t number = sizeof(float), tile = stream_bytes(info, TILE_ELEMENTS);
-    if (info.span != SPAN_RUN) return {place->at * number, span_numbers(info.span, place->kept) * number};
-    return {(place->kept->offset - place->run->begin) / TILE_ELEMENTS * tile,
-            tensor_padded(place->kept) / TILE_ELEMENTS * tile};
 }
 
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {

@@ -103,24 +103,6 @@ const FormatRow* slot_format(const LaunchPlan* launch, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// The array of a tensor that a slot keeps.
-struct ArrayRef {
-    const char* rule;          // the tensor's
-    const FormatRow* format;   // null: the rule keeps no such moment
-    const FormatRow* nearest;  // the format with the same arrays that rounds to nearest
-    const OptimTensor* kept;   // the shape in which the slot keeps the tensor
-    const ArenaRun* run;       // of its arrays
-    int64_t at;                // where the tensor's numbers of spans begin in their array
-    int index;                 // of the plan's weights for SLOT_WEIGHTS, otherwise of the launch
-};
-ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot);
-
-// Returns which bytes of array i are the tensor's. `begin` is below 0 if the tensor's first elements are not kept here.
-struct ArrayBytes {
-    int64_t begin, bytes;
-};
-ArrayBytes array_bytes(const ArrayRef* place, int i);
-
 // Writes the name of a stream of weights or launch `index`: that of its slot, as in "m", or "m.1[wpe|ln*]" if an
 // override asked for it. A stream's name with a leading dot is appended to it. A name without a dot replaces it, or is
 // appended to it if an override asked for the array.

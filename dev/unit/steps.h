@@ -7,6 +7,7 @@
 #include "../../kernels/ranks/slices.cuh"
 #include "../../optim/table.cuh"
 #include "../../optim/made.h"
+#include "../../optim/checkpoint/checkpoint.h"
 #include "../room.h"
 #include "rules.h"
 

@@ -3,7 +3,46 @@
 // copy of its arrays in host memory. The tables' functions encode and decode there, a tile on each of the host's cores,
 // for any device. A shard touches only its parts of the tensors. Formats in spans need two passes over a tensor, the
 // first one for its maxima. Cost: the arrays of one tensor at a time in host memory; they are read and written once.
-#include "../placed.h"
+#include "../made.h"
+#include "arrays.h"
+#include "checkpoint.h"
+
+// Writes the name of the row with the same arrays that rounds to nearest, and returns it.
+static const char* nearest_name(const char* name, char (&nearest)[64]) {
+    size_t length = strlen(name), suffix = strlen(":sr");
+    const char* end = length > suffix ? name + length - suffix : "";
+    bool noisy = strcmp(end, ":sr") == 0 || strcmp(end, ":ef") == 0;
+    snprintf(nearest, sizeof(nearest), "%.*s", (int)(noisy ? length - suffix : length), name);
+    return nearest;
+}
+
+ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
+    const int launch = plan->launch_of[tensor];
+    const LaunchPlan* launch_plan = &plan->launch[launch];
+    const FormatRow* format = slot_format(launch_plan, slot);
+    const bool weights = slot == SLOT_WEIGHTS;
+    ArrayRef place = {};
+    place.rule = launch_plan->config.rule;
+    place.kept = &plan->kept[tensor][slot];
+    place.index = weights ? launch_plan->weights : launch;
+    place.run = weights ? &plan->weights[launch_plan->weights].run : &launch_plan->kept[slot];
+    if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
+    char nearest[64];
+    nearest_name(format->name, nearest);
+    place.format = format;
+    place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
+    if (!place.nearest) place.nearest = format;
+    place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
+    return place;
+}
+
+ArrayBytes array_bytes(const ArrayRef* place, int i) {
+    const StreamInfo& info = place->format->stream[i];
+    const int64_t number = sizeof(float), tile = stream_bytes(info, TILE_ELEMENTS);
+    if (info.span != SPAN_RUN) return {place->at * number, span_numbers(info.span, place->kept) * number};
+    return {(place->kept->offset - place->run->begin) / TILE_ELEMENTS * tile,
+            tensor_padded(place->kept) / TILE_ELEMENTS * tile};
+}
 
 struct Side {
     ArrayRef place;

@@ -7,9 +7,31 @@
 #include "../../data/memory.h"
 #include "../../kernels/ranks/collect.cuh"
 #include "../made.h"
+#include "arrays.h"
+#include "checkpoint.h"
+
+constexpr int SLOT_EXTRA = -1;  // of the caller's array
 
 static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && optim_model_dtype(stream->dtype);
+}
+
+OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
+    OptimConfig whole = *config;
+    whole.runs = nullptr, whole.keeps_copy = false;
+    const Device cpu = {};  // any device will do, since tables are not counted
+    const OptimBytes bytes = optim_bytes(&cpu, &whole, tensors, count, OPTIM_FP32);
+    OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
+    Plan* plan = plan_ranges(&whole, tensors, count);
+    for (int i = 0; i < plan->weights_count; i++) {
+        const StreamInfo* first = &plan->weights[i].format->stream[0];
+        const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
+        const bool direct = optim_model_dtype(first->dtype);
+        files.model += elements * (direct ? first->bits / 8 : 4);
+        if (direct) files.optimizer -= stream_bytes(*first, elements);
+    }
+    plan_free(plan);
+    return files;
 }
 
 const char* optim_saved_dtype(const Optim* optim, int tensor) {
@@ -17,15 +39,6 @@ const char* optim_saved_dtype(const Optim* optim, int tensor) {
     const char* dtype = plan->launch[plan->launch_of[tensor]].rows.weights->stream[0].dtype;
     return optim_model_dtype(dtype) ? dtype : "F32";
 }
-
-struct OptimSaved {
-    const Optim* optim;
-    Plan* whole;  // of the whole arena
-    Shard* shard;
-    OptimStream extra;  // follows the optimizer's arrays; `name` NULL: none
-    OptimStream array[OPTIM_STREAMS];
-    int arrays;
-};
 
 // Copies bytes `begin` to `end` - 1 of a tensor, which has `tile_bytes` a tile and begins at `data` on this rank, to
 // rank 0's memory. `data` NULL: they are in `to` already.
@@ -63,7 +76,6 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
     OptimConfig whole = optim->config;
     whole.runs = nullptr;
     saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, optim->tensors, optim->count);
-    if (extra) saved->extra = *extra;
     for (int i = 0; i < optim_stream_count(optim); i++) {
         OptimStream stream = optim_stream(optim, i);
         const Plan* plan = saved->whole;
@@ -74,21 +86,14 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
         stream.elements = run_bytes(run, format->stream[stream.array]) / stream.element_bytes;
         if (stream.elements > 0 && !is_in_model_file(&stream)) saved->array[saved->arrays++] = stream;
     }
+    if (extra) saved->array[saved->arrays] = *extra, saved->array[saved->arrays++].slot = SLOT_EXTRA;
     return saved;
-}
-
-int optim_saved_count(const OptimSaved* saved) {
-    return saved->arrays + (saved->extra.name ? 1 : 0);
-}
-
-OptimStream optim_saved_array(const OptimSaved* saved, int i) {
-    return i == saved->arrays ? saved->extra : saved->array[i];
 }
 
 void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
     const OptimStream* stream = &saved->array[i];
-    if (i == saved->arrays) return copy_to_host(saved->optim->dev, to, (const char*)saved->extra.data + at, bytes);
+    if (stream->slot == SLOT_EXTRA) return copy_to_host(saved->optim->dev, to, (const char*)stream->data + at, bytes);
     for (int t = 0; t < saved->optim->count; t++) {
         const Slot slot = (Slot)stream->slot;
         const int launch = saved->whole->launch_of[t];

@@ -56,6 +56,43 @@ bool low_rank_resets(const OptimConfig* config, int64_t step) {
     return config->rank_reset && (step - 1) % low_gap(config) == 0;
 }
 
+// Sets shapes and offsets of the moments and the basis of a tensor whose gradient is projected. They begin at offset[0]
+// and offset[1].
+static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
+                     OptimTensor (&kept)[SLOTS]) {
+    const int64_t parts = tensor->parts;
+    const LowShape shape = low_shape(&launch->config, tensor->rows / parts, tensor->cols);
+    for (int slot = SLOT_M; slot <= SLOT_SLOW; slot++) {
+        kept[slot].rows = parts * shape.rows, kept[slot].cols = shape.cols, kept[slot].offset = offset[0];
+    }
+    kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
+}
+
+void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, int count) {
+    LaunchPlan* launch = &plan->launch[index];
+    const int64_t begin = launch->run.begin;
+    int64_t offset[2] = {begin, begin};
+    for (int t = 0; t < count; t++) {
+        if (plan->launch_of[t] != index) continue;
+        OptimTensor(&kept)[SLOTS] = plan->kept[t];
+        kept_low(launch, &tensors[t], offset, kept);
+        plan->noise[t] = first;
+        first += tensor_padded(&kept[SLOT_M]);
+        if (is_elsewhere(plan, t)) continue;
+        offset[0] += tensor_padded(&kept[SLOT_M]), offset[1] += tensor_padded(&kept[SLOT_BASIS]);
+    }
+    for (int slot = SLOT_M; slot <= SLOT_BASIS; slot++) {
+        launch->kept[slot].begin = begin, launch->kept[slot].end = offset[slot == SLOT_BASIS];
+    }
+    for (const FormatRow* format : {launch->rows.m, launch->rows.v}) {
+        if (format_span(format) == SPAN_RUN) continue;
+        user_error(
+            "%s keeps moments of another shape, and %s has scales of whole tensors; take a format in blocks, say "
+            "dyn8 or lin4",
+            launch->rows.rule->name, format->name);
+    }
+}
+
 template <class Format>
 struct Gradients {
     const Tile* tiles;

@@ -46,6 +46,10 @@ struct LowShape {
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
 
+// Sets what each slot of a launch keeps of tensors whose gradients are projected. `first` is the first element of the
+// launch's tensors in the whole arena, wherever they are kept.
+void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, int count);
+
 // Returns true if a configuration's rule is one that limits a norm.
 bool low_rank_limits(const OptimConfig* config);
 

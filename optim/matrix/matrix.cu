@@ -1,6 +1,5 @@
 // See matrix.h.
-#include "matrix.h"
-
+#include "../made.h"
 #include "low_rank.h"
 #include "newton_schulz.cuh"
 
@@ -83,7 +82,8 @@ void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes
     return (char*)work->scratch + (tile - chunk->tile) * TILE_ELEMENTS * element_bytes;
 }
 
-void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles) {
+// Writes the tiles of the moments of projected gradients: MatrixPlan.low_tiles / sizeof(Tile).
+static void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles) {
     const MatrixChunk* chunk = work->plan.chunk;
     for (int t = 0; t < count; t++) {
         const OptimTensor* kept = &plan->kept[t][SLOT_M];
@@ -177,6 +177,30 @@ void matrix_plan_free(MatrixPlan* plan) {
     free(plan->matrix), free(plan->batch), free(plan->chunk);
 }
 
+void matrix_create(Optim* optim, int index) {
+    StepLaunch* launch = &optim->launch[index];
+    const Device* dev = optim->dev;
+    MatrixWork* work = &launch->matrix;
+    work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
+    Rows rows = apply_rows(&launch->rows);
+    if (low_rank_in_bf16(dev, &launch->plan->config, &work->plan)) rows.grads = launch->rows.grads;
+    kernel_create(optim, launch->plan, &launch->apply, &rows);
+    const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
+    work->matrix = table_memory(optim, bytes, work->plan.matrix);
+    work->scratch = table_memory<float>(optim, work->plan.scratch);
+    work->work = table_memory<char>(optim, work->plan.work);
+    work->sums = table_memory<float>(optim, work->plan.sums);
+    work->unit = table_memory<float>(optim, sizeof(float));
+    work->low = table_memory<float>(optim, work->plan.low);
+    work->direction = table_memory<float>(optim, work->plan.low);
+    work->low_tiles = table_memory<Tile>(optim, work->plan.low_tiles);
+    if (work->plan.low_tiles == 0 || optim->counts) return;
+    Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
+    matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
+    copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
+    free(tiles);
+}
+
 // Newton-Schulz.
 
 bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coefficients) {
@@ -189,6 +213,12 @@ bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coeffi
     *coefficients = express ? polar[step < 5 ? step : 5] : NewtonSchulz{3.4445f, -4.7750f, 2.0315f};
     return express || strcmp(name, "jordan") == 0;
 }
+
+// Elements `at` to `end` - 1 of a chunk's scratch: whole tensors that a step takes.
+struct MatrixRange {
+    const MatrixChunk* chunk;
+    int64_t at, end;
+};
 
 static bool by_rows(const OptimConfig* config) {
     return rule_of(config)->matrix == MATRIX_NORMUON;
@@ -375,12 +405,15 @@ struct SetUnit {
     OPTIM_INLINE void at(int64_t) const { *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u); }
 };
 
-void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
+// Sets work->unit: 1 if the gradients' factor is finite, otherwise NaN.
+static void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
     for_each(dev, SetUnit{work->unit, grad_scale}, 1);
 }
 
-void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
-                   const float* now, float* next) {
+// Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
+// rows, for a rule that keeps one.
+static void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work,
+                          const MatrixRange* range, const float* now, float* next) {
 #ifdef __CUDACC__
     if (dev->gpu) {
         update_gpu(dev, config, work, range, now, next);
@@ -390,5 +423,85 @@ void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWor
     for (int i = 0; i < range->chunk->matrices && isfinite(*work->unit); i++) {
         const Matrix* matrix = &work->plan.matrix[range->chunk->matrix + i];
         if (matrix->at >= range->at && matrix->at < range->end) update_cpu(dev, config, work, matrix, now, next);
+    }
+}
+
+// The step, a chunk at a time.
+
+// Returns what the tiles of a step take of a chunk.
+static MatrixRange range_create(const MatrixChunk* chunk, int64_t first, int64_t count) {
+    const int64_t at = first - chunk->tile, end = at + count;
+    return {chunk, (at > 0 ? at : 0) * TILE_ELEMENTS, (end < chunk->tiles ? end : chunk->tiles) * TILE_ELEMENTS};
+}
+
+// Restricts the arguments to the tiles of a range; `tiles` begins with tile `first` of the launch's list.
+static void range_tiles(const MatrixRange* range, const Tile* tiles, int64_t first, StepArguments* arguments) {
+    arguments->tiles = tiles + (range->chunk->tile + range->at / TILE_ELEMENTS - first);
+    arguments->tile_count = (range->end - range->at) / TILE_ELEMENTS;
+}
+
+// Sets the arguments of a range's first kernel, which turns gradients, or their projections, into directions.
+static void moment_arguments(const StepLaunch* launch, const MatrixRange* range, int64_t first, const LowStep* low,
+                             StepArguments* moment) {
+    const MatrixChunk* chunk = range->chunk;
+    const MatrixWork* work = &launch->matrix;
+    if (!is_low_rank(launch->rows.rule)) return range_tiles(range, moment->tiles, first, moment);
+    moment->tiles = work->low_tiles + chunk->low_tile;
+    moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
+    if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
+    const Settings rate = {1.0, 0.0};                    // a direction has learning rate 1; the update has the real one
+    for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
+}
+
+void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,
+                     const StepArguments* arguments) {
+    const MatrixWork* work = &launch->matrix;
+    const Device* dev = optim->dev;
+    const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
+    const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
+               in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
+    const LowStep low = {dev,
+                         step->config,
+                         work,
+                         &launch->kept[SLOT_BASIS],
+                         step->tiles,
+                         is_bf16,
+                         step->grad_scale,
+                         own_number(step),
+                         in_bf16,
+                         optim->tensors,
+                         optim->grads};
+    matrix_begin(dev, work, step->grad_scale);
+    for (int slot = SLOT_M; slot <= SLOT_V && projects && low_rank_resets(low.config, low.step); slot++) {
+        const FormatRow* format = slot_format(launch->plan, (Slot)slot);
+        for (int i = 0; i < 3; i++) {
+            device_zero(dev, stream_data(&launch->kept[slot], i),
+                        run_bytes(&launch->plan->kept[slot], format->stream[i]));
+        }
+    }
+    for (int i = 0; i < work->plan.chunks; i++) {
+        const MatrixChunk* chunk = &work->plan.chunk[i];
+        const MatrixRange range = range_create(chunk, step->first, step->count);
+        if (range.at >= range.end) continue;
+        StepArguments moment = *arguments, apply = *arguments;
+        // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
+        const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
+        if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
+        if (projects) low_rank_project(&low, i);
+        moment_arguments(launch, &range, step->first, &low, &moment);
+        kernel_run(optim, &launch->kernel, step, &moment);
+        if (projects) low_rank_update(&low, i);
+        if (!projects) matrix_update(dev, step->config, work, &range, (const float*)v->scales, v->new_scales);
+        range_tiles(&range, step->applied, step->first, &apply);
+        apply.grad_scale = work->unit;
+        apply.m = apply.v = none;
+        kernel_run(optim, &launch->apply, step, &apply);
+    }
+}
+
+void optim_loaded(Optim* optim) {
+    for (StepLaunch& launch : optim->launch) {
+        MatrixPlan* plan = &launch.matrix.plan;
+        for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = false;
     }
 }

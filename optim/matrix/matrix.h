@@ -61,12 +61,6 @@ struct MatrixChunk {
     int64_t low_tile;
 };
 
-// Elements `at` to `end` - 1 of a chunk's scratch: whole tensors that a step takes.
-struct MatrixRange {
-    const MatrixChunk* chunk;
-    int64_t at, end;
-};
-
 // The chunks in which the matrices of a launch are taken, and the memory that they need.
 struct MatrixPlan {
     Matrix* matrix;
@@ -103,14 +97,3 @@ struct MatrixWork {
 // Returns where tile number `tile` of the launch's list has room in the scratch of its chunk, for numbers of
 // `element_bytes` bytes.
 void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes);
-
-// Writes the tiles of the moments of projected gradients: MatrixPlan.low_tiles / sizeof(Tile).
-void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles);
-
-// Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
-// rows, for a rule that keeps one.
-void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
-                   const float* now, float* next);
-
-// Sets work->unit: 1 if the gradients' factor is finite, otherwise NaN.
-void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale);

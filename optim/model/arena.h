@@ -12,7 +12,7 @@
 // arena_at knows where. model.h says what each way costs.
 #pragma once
 #include "../../kernels/norm.cuh"
-#include "../optim.h"
+#include "../checkpoint/checkpoint.h"
 
 struct Shard;
 typedef struct Decoded Decoded;

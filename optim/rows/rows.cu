@@ -1,5 +1,5 @@
 // See rows.h.
-#include "rows.h"
+#include "../made.h"
 
 #include "../each.cuh"
 #include "../formats/adalog8.cuh"
@@ -67,18 +67,28 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     return result;
 }
 
-RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
-    int64_t first = 0;
-    while (first < plan->tensors && plan->tensor[first].tile < begin) first++;
-    int64_t last = first;
-    while (last < plan->tensors && plan->tensor[last].tile < end) last++;
-    const SumTensor *begins = &plan->tensor[first], *ends = &plan->tensor[last];
-    return {first, last - first, begins->block, ends->block - begins->block, ends->settle - begins->settle};
-}
-
 void row_plan_free(RowPlan* plan) {
     free(plan->tensor);
     *plan = {};
+}
+
+void rows_create(Optim* optim, int index) {
+    StepLaunch* launch = &optim->launch[index];
+    const Device* dev = optim->dev;
+    RowWork* work = &launch->passes;
+    work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
+    if (work->plan.passes == 0) return;
+    const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
+    work->tensor = table_memory(optim, bytes, work->plan.tensor);
+    work->parts = table_memory<float>(optim, work->plan.parts * (int64_t)sizeof(float));
+    if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
+    const OptimConfig* config = &launch->plan->config;
+    const int shared_bytes = launch->kernel.measure.shared_bytes;
+    auto make = [&](const char* name, Kernel* kernel) {
+        kernel_make(optim, config, &launch->rows, name, 32 * SUM_WARPS, shared_bytes, kernel);
+    };
+    make("optim_sums_kernel", &work->kernel);
+    if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
 }
 
 // Sums, in plain C.
@@ -115,7 +125,9 @@ static void sum_block(const Rows* rows, const SumPass& pass, int64_t slab, int64
     }
 }
 
-void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArguments* step, const SumArguments* sums) {
+// Makes the partial sums of one pass on the CPU, as optim_sums_kernel does on a GPU.
+static void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArguments* step,
+                         const SumArguments* sums) {
     if (!is_finite(*step->grad_scale)) return;  // the step changes nothing
     for (int64_t t = 0; t < sums->tensors; t++) {
         const SumTensor* tensor = &sums->tensor[t];
@@ -174,7 +186,8 @@ struct SettleTensors {
         const SumTensor& t = a.tensor[tensor];
         const float whole = settle_tensor(a, t, sum);
         a.parts[t.row_parts] = whole;
-        settle_norm(a, t, sum, whole);
+        const float norm = exact_sqrt(sum);  // after the limit, for --limit-growth
+        if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
     }
 };
 
@@ -187,11 +200,16 @@ struct SettleReady {
         const SumTensor t = settle_find(a, number, &i);
         const float whole = a.parts[t.row_parts];
         if (i < t.rows) settle_ready(a, t, i, whole);
-        for (int64_t k = i; k < settle_tiles(a, t); k += t.settles) settle_tile(a, t, k, whole);
+        const bool scales = a.sum == SUM_WEIGHTS || a.sum == SUM_STEP;  // the update in each tile of the tensor
+        const int64_t tiles = scales ? (t.rows * t.cols + TILE_ELEMENTS - 1) / TILE_ELEMENTS : 0;
+        for (int64_t k = i; k < tiles; k += t.settles) {
+            float* factor = &a.factor[t.kept + k];
+            *factor = a.sum == SUM_STEP && a.by_rms ? exact_mul(*factor, whole) : whole;
+        }
     }
 };
 
-void rows_settle(const Device* dev, const SettleArguments* settle) {
+static void rows_settle(const Device* dev, const SettleArguments* settle) {
     for_each(dev, SettleParts{*settle}, settle->numbers);
     if (!(sum_info(settle->sum).whole >> settle->rule & 1)) return;
     for_lanes<SETTLE_LANES>(dev, SettleTensors{*settle}, settle->tensors);
@@ -229,8 +247,84 @@ struct RoundNumbers {
     }
 };
 
-void rows_round(const Device* dev, const SumTensor* tensor, int64_t tensors, const float* grad_scale, float* kept,
-                bool pairs) {
+// Rounds kept numbers as adafactor8bit's 8-bit codes do, once all passes have read them. `pairs`: there are two numbers
+// of each row and column.
+static void rows_round(const Device* dev, const SumTensor* tensor, int64_t tensors, const float* grad_scale,
+                       float* kept, bool pairs) {
     const int lists = pairs ? 4 : 2;
     for_each(dev, RoundNumbers{tensor, grad_scale, kept, lists}, tensors * lists * ROUNDERS);
+}
+
+// The passes of a step.
+
+// A run of a launch's tensors and its thread blocks. row_range returns those between tiles `begin` and `end` of its
+// list.
+struct RowRange {
+    int64_t first, tensors, first_block, blocks, settles;
+};
+
+static RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
+    int64_t first = 0;
+    while (first < plan->tensors && plan->tensor[first].tile < begin) first++;
+    int64_t last = first;
+    while (last < plan->tensors && plan->tensor[last].tile < end) last++;
+    const SumTensor *begins = &plan->tensor[first], *ends = &plan->tensor[last];
+    return {first, last - first, begins->block, ends->block - begins->block, ends->settle - begins->settle};
+}
+
+// Runs one pass over the tensors of a range, and its end.
+static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange range, Sum sum, const LaunchStep* step) {
+    const Device* dev = optim->dev;
+    const RowWork* work = &launch->passes;
+    const OptimConfig* config = &launch->plan->config;
+    const Streams* v = &launch->kept[SLOT_V];
+    const RowRule rule = launch->rows.rule->rows;
+    StepArguments arguments = launch_arguments(optim, launch, step);
+    arguments.tiles -= step->first;
+    SumArguments sums = {work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, work->parts};
+    if (dev->gpu) {
+        const Kernel* kernel = step->replayed ? &work->replayed : &work->kernel;
+        const StepArguments* at = step->replayed ? placed_replay(dev, step, &arguments) : nullptr;
+        void* pointers[] = {at ? (void*)&at : &arguments, &sums};
+        const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
+        jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks,
+                   sum_info(sum).reads_m ? kernel->shared_bytes : 0, pointers, dev->stream);
+    } else {
+        rows_sum_cpu(&launch->rows, &launch->kernel.arrays, &arguments, &sums);
+    }
+    SettleArguments settle = {};
+    settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
+    settle.grad_scale = step->grad_scale;
+    settle.sum = sum, settle.rule = rule;
+    settle.by_rms = config->scale_by_rms && has_adafactor_lr(config);
+    settle.parts = work->parts, settle.kept = (float*)v->scales, settle.ready = v->new_scales;
+    settle.factor = (float*)arguments.factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
+    settle.one_minus_beta2 = arguments.group[0].one_minus_beta2, settle.root2 = arguments.group[0].root2;
+    settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, own_number(step)),
+    settle.root3 = (float)bias_root(config->beta3, own_number(step));
+    settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    settle.eps = is_package(rule) ? arguments.group[0].eps : 0.0f;
+    settle.changing = step->replayed ? step->replayed->changing : nullptr;
+    rows_settle(dev, &settle);
+}
+
+// The pass for --limit-growth computes the update for a learning rate of 1.
+void optim_passes(const Optim* optim, int index, const LaunchStep* step) {
+    const StepLaunch* launch = &optim->launch[index];
+    const RowPlan* plan = &launch->passes.plan;
+    const RowRange range = row_range(plan, step->first, step->first + step->count);
+    LaunchStep own = *step;
+    for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
+        for (int group = 0; group < own.constants.groups && plan->pass[i] == SUM_STEP; group++) {
+            const Settings settings = {1.0, optim->plan->group[group].decay};
+            own.constants.source[group] = hyper_source(step->config, &settings);
+            own.constants.source[group].of_norm = true, own.constants.source[group].relative = false;
+            own.constants.rate[group] = 1.0, own.constants.rate_at[group] = nullptr;
+        }
+        pass_run(optim, launch, range, plan->pass[i], &own);
+    }
+    if (is_package(launch->rows.rule->rows)) {
+        rows_round(optim->dev, launch->passes.tensor + range.first, range.tensors, step->grad_scale,
+                   (float*)launch->kept[SLOT_V].scales, launch->rows.rule->rows == ROWS_CAME8);
+    }
 }

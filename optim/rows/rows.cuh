@@ -346,22 +346,3 @@ OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int
         a.ready[ready] = exact_mul(a.ready[ready], whole);
     }
 }
-
-// Applies the tensor's number `whole` to the factor of the update in tile k of the tensor.
-OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
-    const int64_t place = t.kept + k;
-    if (a.sum == SUM_WEIGHTS) a.factor[place] = whole;
-    if (a.sum == SUM_STEP) a.factor[place] = a.by_rms ? exact_mul(a.factor[place], whole) : whole;
-}
-
-// Keeps the norm of a tensor's update, after the limit, for --limit-growth.
-OPTIM_INLINE void settle_norm(const SettleArguments& a, const SumTensor& t, float sum, float whole) {
-    const float norm = exact_sqrt(sum);
-    if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
-}
-
-// Returns how many tiles settle_tile has to visit.
-OPTIM_INLINE int64_t settle_tiles(const SettleArguments& a, const SumTensor& t) {
-    const bool any = a.sum == SUM_WEIGHTS || a.sum == SUM_STEP;
-    return any ? (t.rows * t.cols + TILE_ELEMENTS - 1) / TILE_ELEMENTS : 0;
-}

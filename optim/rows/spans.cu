@@ -65,6 +65,26 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     return tile;
 }
 
+void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams) {
+    Span span = format_span(format);
+    if (span == SPAN_RUN) return;
+    int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
+    streams->new_scales = table_memory<float>(optim, next_bytes(run, span));
+    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
+    for (int t = 0; t < optim->count && !optim->counts; t++) {
+        const OptimTensor* tensor = &optim->plan->kept[t][SLOT_WEIGHTS];
+        if (!is_in_run(optim->plan, t, run)) continue;
+        const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
+        for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
+            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
+        }
+    }
+    streams->span = table_memory(optim, bytes, host);
+    free(host);
+    if (span < SPAN_SCALES)
+        optim->settle[optim->settles++] = {(float*)streams->scales, streams->new_scales, run->numbers[span], run, span};
+}
+
 struct SettleNumbers {
     float *now, *next;
     const float* grad_scale;
@@ -76,6 +96,23 @@ struct SettleNumbers {
     }
 };
 
-void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
+// Replaces the numbers that steps read by those that this one made, and sets the latter to 0, unless grad_scale is NaN
+// or infinite.
+static void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
     for_each(dev, SettleNumbers{settle->now, settle->next, grad_scale}, settle->count);
+}
+
+void optim_commit_scales(const Optim* optim, const float* grad_scale) {
+    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
+}
+
+void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
+    const OptimTensor* tensor = &optim->tensors[t];
+    for (int i = 0; i < optim->settles; i++) {
+        const Settle* all = &optim->settle[i];
+        if (!is_in_run(optim->plan, t, all->run)) continue;
+        const int64_t at = optim->plan->at[t][all->span] - all->run->at[all->span];
+        const Settle part = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
+        spans_settle(optim->dev, &part, grad_scale);
+    }
 }
