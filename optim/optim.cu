@@ -14,21 +14,20 @@ static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* we
     return config->keeps_copy && !serves_directly(weights, compute) ? compute_row(compute) : none_row();
 }
 
-// Allocates memory that optim_free frees.
-static void* allocate(Optim* optim, int64_t bytes, bool on_host) {
+// Allocates zeroed memory, which optim_free frees, and adds its size to *total, which says whose memory it is.
+static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     const Device* dev = optim->dev;
+    const bool on_host = total == &optim->allocated.host;
+    *total += aligned_bytes(bytes);
+    if (optim->counts) return nullptr;
     assert(optim->memories < (int)(sizeof(optim->memory) / sizeof(optim->memory[0])));
     void* memory = on_host ? host_alloc(dev, bytes, "the optimizer's states") : device_alloc(dev, bytes);
     optim->memory[optim->memories++] = {memory, on_host};
-    return memory;
-}
-
-// Allocates zeroed device memory and adds its size to *total.
-static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
-    *total += aligned_bytes(bytes);
-    if (optim->counts) return nullptr;
-    void* memory = allocate(optim, bytes, false);
-    device_zero(optim->dev, memory, bytes);
+    if (!on_host) device_zero(dev, memory, bytes);
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < (on_host ? bytes : 0); at += 1 << 20) {
+        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
+    }
     return memory;
 }
 
@@ -53,22 +52,14 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-// Allocates a zeroed array that checkpoints write, in the memory that `total` counts.
+// Does the same for an array that checkpoints write, for which the caller may have memory.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
-    const bool host = total == &optim->allocated.host;
-    if (optim->counts || (!host && (!config->allocate || bytes == 0))) return allocate_zero(optim, bytes, total);
+    const bool own = !config->allocate || bytes == 0 || total == &optim->allocated.host;
+    if (optim->counts || own) return allocate_zero(optim, bytes, total);
     *total += aligned_bytes(bytes);
-    if (!host) {
-        void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
-        device_zero(optim->dev, memory, bytes);
-        return memory;
-    }
-    void* memory = allocate(optim, bytes, true);
-#pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < bytes; at += 1 << 20) {
-        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
-    }
+    void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
+    device_zero(optim->dev, memory, bytes);
     return memory;
 }
 

@@ -106,12 +106,13 @@ struct Gradients {
 };
 
 // Copies the gradients of a chunk, times their factor, to work->scratch.
-static void low_gradients(const LowStep* low_step, const MatrixChunk* chunk) {
+static void low_gradients(const LowStep* low, const MatrixChunk* chunk) {
     const int64_t count = chunk->tiles * TILE_ELEMENTS;
-    const Tile* tiles = low_step->tiles + chunk->tile;
-    float* to = low_step->work->scratch;
-    if (low_step->is_bf16) return for_each(low_step->dev, Gradients<Bf16>{tiles, low_step->grad_scale, to}, count);
-    for_each(low_step->dev, Gradients<Fp32>{tiles, low_step->grad_scale, to}, count);
+    const Tile* tiles = low->step->tiles + chunk->tile;
+    float* to = low->launch->matrix.scratch;
+    if (low->launch->rows.grads->stream[0].bits == 16)
+        return for_each(low->optim->dev, Gradients<Bf16>{tiles, low->step->grad_scale, to}, count);
+    for_each(low->optim->dev, Gradients<Fp32>{tiles, low->step->grad_scale, to}, count);
 }
 
 // The basis.
@@ -284,21 +285,21 @@ struct LowMatrix {
     float* sums;       // room for 4 length + 4 numbers
 };
 
-static LowMatrix low_matrix(const LowStep* low_step, const Matrix* m) {
-    const LowShape shape = low_shape(low_step->config, m->rows, m->cols);
-    const MatrixWork* work = low_step->work;
+static LowMatrix low_matrix(const LowStep* low, const Matrix* m) {
+    const LowShape shape = low_shape(low->step->config, m->rows, m->cols);
+    const MatrixWork* work = &low->launch->matrix;
     LowMatrix l = {};
     l.shape = m;
-    l.rule = low_rule(low_step->config);
+    l.rule = low_rule(low->step->config);
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
-    float* basis = (float*)low_step->basis->codes + m->basis;
+    float* basis = (float*)low->launch->kept[SLOT_BASIS].codes + m->basis;
     l.last = basis + shape.basis - 1, l.averages = basis;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
-    l.parts = low_step->dev->gpu ? l.z + l.rank * l.length : nullptr;
+    l.parts = low->optim->dev->gpu ? l.z + l.rank * l.length : nullptr;
     l.sums = work->sums;
     if (l.rule.stores) l.q = basis;
     return l;
@@ -306,11 +307,11 @@ static LowMatrix low_matrix(const LowStep* low_step, const Matrix* m) {
 
 // Calls function(matrix, number in the plan) for each matrix of a chunk.
 template <class Function>
-static void each_matrix(const LowStep* low_step, int chunk, Function function) {
-    const MatrixPlan* plan = &low_step->work->plan;
+static void each_matrix(const LowStep* low, int chunk, Function function) {
+    const MatrixPlan* plan = &low->launch->matrix.plan;
     const int first = plan->chunk[chunk].matrix;
     for (int i = first; i < first + plan->chunk[chunk].matrices; i++) {
-        const LowMatrix l = low_matrix(low_step, &plan->matrix[i]);
+        const LowMatrix l = low_matrix(low, &plan->matrix[i]);
         function(&l, i);
     }
 }
@@ -351,26 +352,26 @@ static void project_back(const Device* dev, const LowMatrix* l, const float* low
 }
 
 // Does the same with operands in bf16: the gradient is read where it is, and U is bf16.
-static void project_bf16(const LowStep* low_step, const LowMatrix* l) {
+static void project_bf16(const LowStep* low, const LowMatrix* l) {
     const int tensor = l->shape->tensor;
-    const bf16* g = (const bf16*)low_step->grads[tensor] + (l->shape->element - low_step->tensors[tensor].offset);
-    const bf16* q = in_bf16(low_step->dev, l->q, l->y, l->rank * l->side);
+    const bf16* g = (const bf16*)low->optim->grads[tensor] + (l->shape->element - low->optim->tensors[tensor].offset);
+    const bf16* q = in_bf16(low->optim->dev, l->q, l->y, l->rank * l->side);
     const MatmulProduct p = projection(l);
-    matmul_product<bf16, float>(low_step->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
+    matmul_product<bf16, float>(low->optim->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
 }
 
-static void project_back_bf16(const LowStep* low_step, const LowMatrix* l, float scale) {
-    const bf16 *q = in_bf16(low_step->dev, l->q, l->y, l->rank * l->side),
-               *n = in_bf16(low_step->dev, l->direction, l->z, l->rank * l->length);
+static void project_back_bf16(const LowStep* low, const LowMatrix* l, float scale) {
+    const bf16 *q = in_bf16(low->optim->dev, l->q, l->y, l->rank * l->side),
+               *n = in_bf16(low->optim->dev, l->direction, l->z, l->rank * l->length);
     const MatmulProduct p = back_projection(l, scale, 0.0f);
-    bf16* u = (bf16*)low_step->work->scratch + l->shape->at;
-    matmul_product<bf16, bf16>(low_step->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
+    bf16* u = (bf16*)low->launch->matrix.scratch + l->shape->at;
+    matmul_product<bf16, bf16>(low->optim->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
 }
 
 // Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
-static void basis_refresh(const LowStep* low_step, const LowMatrix* l, uint32_t refresh) {
-    const Device* dev = low_step->dev;
-    const uint64_t seed = low_step->config->seed;
+static void basis_refresh(const LowStep* low, const LowMatrix* l, uint32_t refresh) {
+    const Device* dev = low->optim->dev;
+    const uint64_t seed = low->step->config->seed;
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const uint64_t element = (uint64_t)l->shape->element;
     const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
@@ -382,7 +383,7 @@ static void basis_refresh(const LowStep* low_step, const LowMatrix* l, uint32_t 
         matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
         orthonormal(dev, o);
     }
-    for_each(dev, KeepBasis{l->q, l->y, low_step->work->unit, l->side}, l->rank);
+    for_each(dev, KeepBasis{l->q, l->y, low->launch->matrix.unit, l->side}, l->rank);
 }
 
 bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan) {
@@ -393,23 +394,24 @@ bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const Matrix
 
 // Finds out which matrices have directions, unless all had some before. It waits for the device, in the first two steps
 // and while a matrix has had no gradient but zero.
-static void find_directions(const LowStep* low_step) {
-    const MatrixPlan* plan = &low_step->work->plan;
+static void find_directions(const LowStep* low) {
+    const MatrixPlan* plan = &low->launch->matrix.plan;
     bool all = true;
     for (int i = 0; i < plan->matrices; i++) all = all && plan->matrix[i].has_basis;
-    if (all || !low_rule(low_step->config).stores) return;
+    if (all || !low_rule(low->step->config).stores) return;
     float* host = (float*)memory_take((size_t)plan->matrices * sizeof(float));
-    const FirstRow first = {low_step->work->matrix, (const float*)low_step->basis->codes, low_step->work->sums};
-    for_lanes(low_step->dev, first, plan->matrices);
-    copy_to_host(low_step->dev, host, low_step->work->sums, plan->matrices * (int64_t)sizeof(float));
+    const FirstRow first = {low->launch->matrix.matrix, (const float*)low->launch->kept[SLOT_BASIS].codes,
+                            low->launch->matrix.sums};
+    for_lanes(low->optim->dev, first, plan->matrices);
+    copy_to_host(low->optim->dev, host, low->launch->matrix.sums, plan->matrices * (int64_t)sizeof(float));
     for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = host[i] != 0.0f;
     free(host);
 }
 
 // Returns true if this step computes a new Q for a matrix, for which the gradients must lie in the scratch.
-static bool refreshes(const LowStep* low_step, const Matrix* m) {
-    const OptimConfig* config = low_step->config;
-    return low_rule(config).stores && ((low_step->step - 1) % low_gap(config) == 0 || !m->has_basis);
+static bool refreshes(const LowStep* low, const Matrix* m) {
+    const OptimConfig* config = low->step->config;
+    return low_rule(config).stores && ((own_number(low->step) - 1) % low_gap(config) == 0 || !m->has_basis);
 }
 
 static float rank_scale(const OptimConfig* config, const LowMatrix* l) {
@@ -417,30 +419,30 @@ static float rank_scale(const OptimConfig* config, const LowMatrix* l) {
     return l->rule.scale > 0.0f ? l->rule.scale : (float)l->side / (float)l->rank;
 }
 
-void low_rank_project(const LowStep* low_step, int chunk) {
-    const OptimConfig* config = low_step->config;
-    const uint32_t refresh = (uint32_t)((low_step->step - 1) / low_gap(config));
-    const MatrixChunk* taken = &low_step->work->plan.chunk[chunk];
+void low_rank_project(const LowStep* low, int chunk) {
+    const OptimConfig* config = low->step->config;
+    const uint32_t refresh = (uint32_t)((own_number(low->step) - 1) / low_gap(config));
+    const MatrixChunk* taken = &low->launch->matrix.plan.chunk[chunk];
     int64_t padding = taken->end - taken->begin;
-    bool reads = !low_step->in_bf16;
-    if (chunk == 0) find_directions(low_step);
-    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(low_step, l->shape); });
-    if (reads) low_gradients(low_step, taken);
-    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
+    bool reads = !low->in_bf16;
+    if (chunk == 0) find_directions(low);
+    each_matrix(low, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(low, l->shape); });
+    if (reads) low_gradients(low, taken);
+    each_matrix(low, chunk, [&](const LowMatrix* l, int) {
         if (!l->rule.stores) {
             const float scale = (float)(1.0 / sqrt((double)l->rank));
             const RandomBasis random = {l->q, config->seed, (uint64_t)l->shape->element, refresh, scale};
-            for_each(low_step->dev, random, l->rank * l->side);
-        } else if (refreshes(low_step, l->shape)) {
-            basis_refresh(low_step, l, refresh);
+            for_each(low->optim->dev, random, l->rank * l->side);
+        } else if (refreshes(low, l->shape)) {
+            basis_refresh(low, l, refresh);
         }
         padding -= (int64_t)l->shape->rows * l->shape->cols;
-        if (low_step->in_bf16) return project_bf16(low_step, l);
-        project(low_step->dev, l, l->q, l->low);
+        if (low->in_bf16) return project_bf16(low, l);
+        project(low->optim->dev, l, l->q, l->low);
     });
     // U will not cover the padding between tensors, whose gradients must be zero.
-    if (low_step->in_bf16 && padding > 0)
-        device_zero(low_step->dev, low_step->work->scratch, (taken->end - taken->begin) * 2);
+    if (low->in_bf16 && padding > 0)
+        device_zero(low->optim->dev, low->launch->matrix.scratch, (taken->end - taken->begin) * 2);
 }
 
 // The update.
@@ -574,12 +576,12 @@ struct DivideByFactors {
     }
 };
 
-static void divide_by_factors(const LowStep* low_step, const LowMatrix* l) {
-    const Device* dev = low_step->dev;
-    const float* unit = low_step->work->unit;
-    const bool begin = low_rank_resets(low_step->config, low_step->step);
+static void divide_by_factors(const LowStep* low, const LowMatrix* l) {
+    const Device* dev = low->optim->dev;
+    const float* unit = low->launch->matrix.unit;
+    const bool begin = low_rank_resets(low->step->config, own_number(low->step));
     const Settings settings = {1.0, 0.0};
-    const Hyper hyper = hyper_create(low_step->config, &settings, 1.0, low_step->step);
+    const Hyper hyper = hyper_create(low->step->config, &settings, 1.0, own_number(low->step));
     const int64_t n = l->length, cols = l->right ? l->rank : n;
     const ChannelSquares by_column = {l->low, n, 1, cols, l->sums + 4}, by_row = {l->low, n, cols, 1, l->sums + 4};
     float *sum = l->sums + 1, *squares = l->sums + 4, *others = l->averages + n;
@@ -593,8 +595,8 @@ static void divide_by_factors(const LowStep* low_step, const LowMatrix* l) {
 }
 
 // Computes phi and 1 / limit. 1 / limit is sums[0], and phi begins at sums[4].
-static void scale_factors(const LowStep* low_step, const LowMatrix* l) {
-    const Device* dev = low_step->dev;
+static void scale_factors(const LowStep* low, const LowMatrix* l) {
+    const Device* dev = low->optim->dev;
     const int64_t n = l->length;
     float *inverse = l->sums, *total = inverse + 1, *factor = inverse + 4, *full = factor + n, *of_low = full + n,
           *squares = of_low + n;
@@ -609,17 +611,17 @@ static void scale_factors(const LowStep* low_step, const LowMatrix* l) {
         for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule.residual}, n);
     }
     for_lanes(dev, SumOf{squares, n, total}, 1);
-    for_each(dev, Limit{total, low_step->work->unit, l->last, inverse, low_step->config->rank_growth}, 1);
+    for_each(dev, Limit{total, low->launch->matrix.unit, l->last, inverse, low->step->config->rank_growth}, 1);
 }
 
-void low_rank_update(const LowStep* low_step, int chunk) {
-    const Device* dev = low_step->dev;
-    each_matrix(low_step, chunk, [&](const LowMatrix* l, int) {
-        const float scale = rank_scale(low_step->config, l), of_rest = l->rule.residual ? 1.0f : sqrtf(scale);
-        if (low_step->in_bf16) return project_back_bf16(low_step, l, scale);
+void low_rank_update(const LowStep* low, int chunk) {
+    const Device* dev = low->optim->dev;
+    each_matrix(low, chunk, [&](const LowMatrix* l, int) {
+        const float scale = rank_scale(low->step->config, l), of_rest = l->rule.residual ? 1.0f : sqrtf(scale);
+        if (low->in_bf16) return project_back_bf16(low, l, scale);
         if (!l->rule.limits) return project_back(dev, l, l->direction, scale, 0.0f);
-        if (l->rule.factored) divide_by_factors(low_step, l);
-        scale_factors(low_step, l);
+        if (l->rule.factored) divide_by_factors(low, l);
+        scale_factors(low, l);
         const int64_t cols = l->shape->cols, low_cols = l->right ? l->rank : l->length;
         const float *inverse = l->sums, *factor = inverse + 4;
         for_each(dev, ScaleChannels{l->g, factor, inverse, cols, l->right, of_rest}, l->shape->rows * cols);

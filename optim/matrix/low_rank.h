@@ -35,8 +35,7 @@
 // Cost: 4 R C r flop, and at each refresh of Q 8 R C r; on a GPU three times these in fp32. G is copied to the scratch
 // (bf16: only at a refresh), U is written there, and the step's kernel applies it.
 #pragma once
-#include "../kernel.cuh"
-#include "matrix.h"
+#include "../made.h"
 
 // The sizes that a rule keeps for one matrix of rows x cols: the number of directions, the moments' shape, and how many
 // numbers the basis has.
@@ -60,23 +59,16 @@ bool low_rank_resets(const OptimConfig* config, int64_t step);
 // that a matrix's bits do not depend on which others a rank keeps.
 bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan);
 
-// A step of a launch: the arguments that the functions below share.
+// A step of a launch.
 struct LowStep {
-    const Device* dev;
-    const OptimConfig* config;
-    const MatrixWork* work;
-    const Streams* basis;
-    const Tile* tiles;  // of the launch: device memory
-    bool is_bf16;       // the gradients are bf16
-    const float* grad_scale;
-    int64_t step;
+    const Optim* optim;
+    const StepLaunch* launch;
+    const LaunchStep* step;
     bool in_bf16;  // low_rank_in_bf16
-    const OptimTensor* tensors;
-    const void* const* grads;  // (tensors) where each tensor's gradients begin, as the tiles have it
 };
 
 // Computes new directions Q if they are due, and projects the gradients of a chunk into work->low.
-void low_rank_project(const LowStep* low_step, int chunk);
+void low_rank_project(const LowStep* low, int chunk);
 
 // Turns N, in work->direction, and the gradients into the updates, in work->scratch.
-void low_rank_update(const LowStep* low_step, int chunk);
+void low_rank_update(const LowStep* low, int chunk);

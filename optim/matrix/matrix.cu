@@ -450,7 +450,7 @@ static void moment_arguments(const StepLaunch* launch, const MatrixRange* range,
     moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
     if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
     const Settings rate = {1.0, 0.0};                    // a direction has learning rate 1; the update has the real one
-    for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
+    for (Hyper& hyper : moment->group) hyper = hyper_create(low->step->config, &rate, 1.0, own_number(low->step));
 }
 
 void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,
@@ -458,21 +458,10 @@ void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchS
     const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
-    const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
-               in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
-    const LowStep low = {dev,
-                         step->config,
-                         work,
-                         &launch->kept[SLOT_BASIS],
-                         step->tiles,
-                         is_bf16,
-                         step->grad_scale,
-                         own_number(step),
-                         in_bf16,
-                         optim->tensors,
-                         optim->grads};
+    const bool projects = is_low_rank(launch->rows.rule);
+    const LowStep low = {optim, launch, step, low_rank_in_bf16(dev, &launch->plan->config, &work->plan)};
     matrix_begin(dev, work, step->grad_scale);
-    for (int slot = SLOT_M; slot <= SLOT_V && projects && low_rank_resets(low.config, low.step); slot++) {
+    for (int slot = SLOT_M; slot <= SLOT_V && projects && low_rank_resets(step->config, own_number(step)); slot++) {
         const FormatRow* format = slot_format(launch->plan, (Slot)slot);
         for (int i = 0; i < 3; i++) {
             device_zero(dev, stream_data(&launch->kept[slot], i),
