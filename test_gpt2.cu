@@ -855,9 +855,8 @@ TEST(memory_plan_files) {
             model += m.stored[t].rows * m.stored[t].cols * bytes;
         }
         OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, nullptr);
-        for (int i = 0; i < saved->arrays; i++) {
-            const OptimStream& array = saved->array[i];
-            optimizer += array.elements * array.element_bytes;
+        for (const OptimStream* array = saved->array; array < saved->array + saved->arrays; array++) {
+            optimizer += array->elements * array->element_bytes;
         }
         optim_saved_close(saved);
         const int64_t padding = (int64_t)m.arena.count * TILE_ELEMENTS * 12;
