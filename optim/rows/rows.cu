@@ -186,8 +186,7 @@ struct SettleTensors {
         const SumTensor& t = a.tensor[tensor];
         const float whole = settle_tensor(a, t, sum);
         a.parts[t.row_parts] = whole;
-        const float norm = exact_sqrt(sum);  // after the limit, for --limit-growth
-        if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
+        settle_norm(a, t, sum, whole);
     }
 };
 

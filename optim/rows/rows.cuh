@@ -346,3 +346,9 @@ OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int
         a.ready[ready] = exact_mul(a.ready[ready], whole);
     }
 }
+
+// Keeps the norm of a tensor's update, after the limit, for --limit-growth.
+OPTIM_INLINE void settle_norm(const SettleArguments& a, const SumTensor& t, float sum, float whole) {
+    const float norm = exact_sqrt(sum);
+    if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
+}
