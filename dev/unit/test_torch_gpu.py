@@ -95,8 +95,7 @@ def test_torch_threads_do_not_meet():
         if device == "cuda":
             torch.cuda.synchronize()
         errors = []
-        for run in alone:
-            work(run, errors)
+        [work(run, errors) for run in alone]
         threads = [threading.Thread(target=work, args=(run, errors)) for run in together]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
