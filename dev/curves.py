@@ -187,10 +187,10 @@ def smoothed(values, window):
 def save(figure, path):
     """Saves a picture; a PNG has few colours, which takes a third of the size, and no date or version."""
     if path.suffix != ".png":
-        figure.savefig(path)
+        figure.savefig(path, bbox_inches="tight")
     else:
         whole, few = io.BytesIO(), io.BytesIO()
-        figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
+        figure.savefig(whole, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
         whole.seek(0)
         Image.open(whole).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
         write_whole(path, few.getvalue())

@@ -176,7 +176,7 @@ def draw_shares(path):
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set(xlim=(0, 100), ylim=(len(names) - 0.4, -0.6))
     axes.set_xlabel("bytes that must move over time, % of the copy rate of the same run")
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), title="elements")
     figure.tight_layout()
     return figure
 

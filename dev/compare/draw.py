@@ -73,24 +73,31 @@ def draw_differences(table, facts, path):
     draw_groups(table, parts, path, True)
 
 
-def beside(axes, points):
-    """Writes [(x, y, text), ...] beside their dots, each at the first place that covers neither a name nor a dot."""
+def beside(axes, points, bars=()):
+    """Writes [(x, y, text), ...] beside their dots, each at the first place that covers neither a name nor a dot and, if
+    there is such a place, no bar [(x, low, high), ...] and not the line at 0."""
     axes.figure.canvas.draw()
     renderer = axes.figure.canvas.get_renderer()
     look = {"textcoords": "offset points", "fontsize": 8, "path_effects": [withStroke(linewidth=2, foreground="white")]}
     line = {"arrowstyle": "-", "linewidth": 0.5, "color": "#777777", "shrinkA": 0, "shrinkB": 2}
     dots = [axes.transData.transform(point[:2]) for point in points]
-    taken, inside = [matplotlib.transforms.Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in dots], axes.figure.bbox
+    Box, inside = matplotlib.transforms.Bbox, axes.figure.bbox
+    taken = [Box.from_bounds(x - 4, y - 4, 8, 8) for x, y in dots]
+    ends = [axes.transData.transform([(x, low), (x, high)]) for x, low, high in bars]
+    zero = axes.transData.transform((1, 0))[1]
+    lines = [Box([low - (4, 1), high + (4, 1)]) for low, high in ends] + [Box([(inside.x0, zero), (inside.x1, zero + 1)])]
     ways = [(6, 0), (-6, 0)] + [(dx, dy) for dy in (9, -9, 18, -18, 27, -27, 40, -40, 55, -55) for dx in (6, -6, 22, -22)]
+    ways = [(way, lines) for way in ways] + [(way, []) for way in ways]
     for x, y, text in points:
-        for dx, dy in ways:
+        for way in ways:
+            (dx, dy), others = way
             arrow = {"arrowprops": line} if abs(dy) > 9 else {}
             label = axes.annotate(text, (x, y), (dx, dy), ha="left" if dx > 0 else "right", va="center", **arrow, **look)
             label.update_positions(renderer)
             box = matplotlib.text.Text.get_window_extent(label, renderer)
-            if not any(box.overlaps(other) for other in taken) and inside.x0 <= box.x0 and box.x1 <= inside.x1:
+            if not any(map(box.overlaps, taken + others)) and inside.x0 <= box.x0 and box.x1 <= inside.x1:
                 break
-            if (dx, dy) != ways[-1]:
+            if way is not ways[-1]:
                 label.remove()
         taken.append(box)
 
@@ -105,13 +112,13 @@ def draw_bytes(table, facts, path):
     axes.set_title(
         f"{plain(facts['title'])}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
         f"{rows[0].any('steps') * rows[0].any('tokens_per_step') / 1e6:.0f}M tokens.\n"
-        "Bars: ± the standard error of the difference to the baseline. n: seeds; hollow: one of them diverged or died.",
+        "Bars: ± the standard error of the difference to the baseline, if known. n: seeds; hollow: one diverged or died.",
         loc="left", fontsize=9,
     )  # fmt: skip
     axes.axhline(0, color="#777777", linewidth=0.8, zorder=1)
     for row in rows:
         look = {"markerfacecolor": COLOURS[0] if row.whole else "white", "color": COLOURS[0], "capsize": 3, "elinewidth": 0.9}
-        axes.errorbar(row.held, row.level, row.level_error or 0.0, fmt="o", markersize=5, **look)
+        axes.errorbar(row.held, row.level, row.level_error, fmt="o", markersize=5, **look)
     axes.set_xscale("log")
     axes.set_xlim(0.8 * min(row.held for row in rows), 1.35 * max(row.held for row in rows))
     axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(BYTES))
@@ -120,7 +127,8 @@ def draw_bytes(table, facts, path):
     axes.set_xlabel("bytes a parameter: weights, states and gradients (logarithmic)")
     base = next(row for row in table if row.name == facts["baseline"])
     axes.set_ylabel(plain(f"final loss − {base.name}'s (nats)" if base.done else "final loss (nats)"))
-    beside(axes, [(row.held, row.level, f"{plain(row.name)}, n {len(row.done)}") for row in rows])
+    bars = [(row.held, row.level - error, row.level + error) for row in rows for error in [row.level_error or 0.0]]
+    beside(axes, [(row.held, row.level, f"{plain(row.name)}, n {len(row.done)}") for row in rows], bars)
     save(figure, path)
 
 
