@@ -20,6 +20,7 @@
 #include "data/clock.h"             // seconds_now
 #include "data/defaults.h"          // defaults_choose: what `auto` means
 #include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
+#include "data/fit.h"               // Fit: plans of models for a card that need not be here
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
@@ -1192,138 +1193,46 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
         have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
-// --fit: how models would train on a card that need not be here. The vocabulary is that of --data or --model DIR, else
-// GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise or they are
-// released.
-
-// A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
-static const char* const FIT_RECOMPUTE[] = {"none", "gelu", "block", "none", "block"};
-constexpr int FIT_WAYS = 5, FIT_RELEASES = 3, FIT_BATCH = 8;  // a way is enough for a micro-batch of so many sequences
-
-struct Fit {
-    Options o;
-    Model m;
-    int way, order;  // the best has the least
-    int64_t batch;   // the largest; 0: none
-    MemoryPlan plan;
-};
-
-// The question, and the first refusal.
+// --fit (data/fit.h): the model and the card of its plans.
 struct FitCase {
-    const Options* asked;
     const char* folder;  // of --model DIR
-    int vocabulary;
+    int vocabulary;      // of --data or of the folder, else GPT-2's
     bool bytes;
     Device dev;
-    char why[2][DATA_ERROR_BYTES];
 };
 
-// Plans a model by a preset in one way. Returns false if the options or the rule exclude that.
-static bool fit_plan(FitCase* c, const char* model, const char* preset, int way, Fit* fit) {
-    char* error = c->why[*c->why[0] != 0];
-    *fit = {};
-    fit->o = *c->asked;
-    Options* o = &fit->o;
-    Model* m = &fit->m;
-    if (option_given(o, "recompute") && strcmp(FIT_RECOMPUTE[way], o->recompute) != 0) return false;
-    if (way >= FIT_RELEASES && option_given(o, "release")) return false;
-    if (way >= FIT_RELEASES) o->release = "on", o->clip_by = option_given(o, "clip-by") ? o->clip_by : "last";
-    const bool release = strcmp(o->release, "on") == 0;
-    o->model = model, o->preset = preset, o->recompute = FIT_RECOMPUTE[way], fit->way = way;
-    if (strcmp(o->grads, "auto") == 0) o->grads = release ? "bf16" : "fp32";
+static bool fit_plan(void* fit, FitRow* row, char* error) {
+    const FitCase* c = (const FitCase*)fit;
+    Options* o = &row->o;
     OptimConfig config = optim_config_of(o);
-    m->dev = &c->dev, m->arena.clip_by = clip_by_from(o->clip_by);
+    Model m = {};
+    m.dev = &c->dev, m.arena.clip_by = clip_by_from(o->clip_by);
     if (!optim_resolve(&config, error)) return false;
-    resolve_model(o, m, c->vocabulary, c->bytes, "", c->folder);
-    resolve_optim(o, m, &config);
+    resolve_model(o, &m, c->vocabulary, c->bytes, "", c->folder);
+    resolve_optim(o, &m, &config);
     if (!options_needed(o, error)) return false;
-    if (!arena_plan_release(&m->arena, &config, o->clip, release, error)) return false;
-    const int64_t taken = plan_of(m, &config, o, 1, false).taken;
-    fit->batch = largest_batch(m, &config, o, 512, false, c->dev.memory - taken);
-    fit->plan = plan_of(m, &config, o, fit->batch > 0 ? fit->batch : 1, false);
+    if (!arena_plan_release(&m.arena, &config, o->clip, strcmp(o->release, "on") == 0, error)) return false;
+    const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
+    row->batch = largest_batch(&m, &config, o, 512, false, c->dev.memory - taken);
+    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->parameters = m.parameters;
     return true;
 }
 
-// Finds the first way that is enough, or else the one with the largest micro-batch; gradients are released if nothing
-// else fits.
-static bool fit_best_way(FitCase* c, const char* model, const char* preset, Fit* best) {
-    bool found = false;
-    best->batch = 0;
-    for (int way = 0; way < FIT_WAYS && best->batch < (way == FIT_RELEASES ? 1 : FIT_BATCH); way++) {
-        Fit fit;
-        if (!fit_plan(c, model, preset, way, &fit) || (found && fit.batch <= best->batch)) continue;
-        *best = fit, found = true;
-    }
-    return found;
-}
-
-// The command of a choice; batches beyond 64 sequences gain nothing.
-static const char* fit_command(const Fit* fit) {
-    const Options* o = &fit->o;
-    const long long batch = fit->batch < 64 ? fit->batch : 64;
-    const char* less = fit->way % FIT_RELEASES == 0 ? "" : text_kept(" --recompute %s", o->recompute);
-    const char* release = strcmp(o->release, "on") != 0 ? ""
-                                                        : text_kept(" --release on --clip-by %s --tokens-per-step %lld",
-                                                                    o->clip_by, batch * o->seq);
-    return text_kept("./train --%s %s --preset %s%s%s --batch %lld", option_given(o, "size") ? "size" : "model",
-                     shell_word(o->model), o->preset, less, release, batch);
-}
-
-// Prints the largest of our models for each of four presets; false: there is none.
-static bool fit_models(FitCase* c) {
-    bool any = false;
-    for (const char* preset : {"adamw32", "muon8", "adamw4l", "muon8w8"}) {
-        Fit fit = {};
-        for (const char* model : {"d120", "d96", "d84", "d72", "d60", "gpt2-xl", "gpt2-large", "gpt2-medium", "gpt2"}) {
-            if (fit_best_way(c, model, preset, &fit) && fit.batch > 0) break;
-        }
-        if (fit.batch > 0) printf("%5.1fB parameters  %s\n", 1e-9 * (double)fit.m.parameters, fit_command(&fit));
-        any = any || fit.batch > 0;
-    }
-    return any;
-}
-
-// Prints the two best choices and a row of figures for each preset, or for each way of --preset.
 static int fit_main(const Options* asked) {
-    constexpr int SHOWN = 15;
-    // By loss (dev/compare/README.md); the others follow in their own order.
-    const char* const by_loss[] = {"muon", "muon8", "muon8w8", "adamw32", "adamw8e", "adamw4l", "int8w4"};
+    char error[DATA_ERROR_BYTES];
+    FitCase c = {};
+    Fit fit = {asked, asked->model, nullptr, optim_preset, fit_plan, &c};
+    c.folder = checkpoint_model(&fit.model, false, error);
+    require(c.folder != nullptr, error);
+    c.vocabulary = *c.folder ? 0 : 50257;
     const DataSource source = data_source(asked);
-    const bool one = option_given(asked, "preset");
-    const bool alone = !option_given(asked, "model") && !option_given(asked, "size") && asked->layers == AUTO && !one;
-    static FitCase c;
-    static Fit fits[FIT_WAYS * 16];
-    int rows = 0;
-    const char* model = asked->model;
-    c.asked = asked, c.folder = checkpoint_model(&model, false, c.why[0]), c.vocabulary = 50257;
-    require(c.folder != nullptr, c.why[0]);
-    if (*c.folder) c.vocabulary = 0;
-    if (*asked->data) require(dataset_look(&source, &c.vocabulary, &c.bytes, c.why[0]), c.why[0]);
+    if (*asked->data) require(dataset_look(&source, &c.vocabulary, &c.bytes, error), error);
     device_imagine(&c.dev, asked->fit);
     OptimConfig typed = optim_config_of(asked);
-    require(!one || optim_resolve(&typed, c.why[0]), c.why[0]);
-    if (alone && fit_models(&c)) return require_stdout();
-    for (int i = 0; const char* preset = alone ? nullptr : optim_preset(i / FIT_WAYS); i++) {
-        Fit fit;
-        if (one ? strcmp(preset, typed.preset) != 0 || !fit_plan(&c, model, preset, i % FIT_WAYS, &fit)
-                : i % FIT_WAYS > 0 || !fit_best_way(&c, model, preset, &fit))
-            continue;
-        int rank = 0;
-        while (rank < 7 && strcmp(by_loss[rank], preset) != 0) rank++;
-        const int cost = (fit.batch < FIT_BATCH) * 10 + (fit.batch == 0) * 10 + (fit.way < 2 ? 0 : fit.way);
-        fit.order = 10 * cost + (one ? fit.way : rank);
-        int at = rows++;
-        for (; at > 0 && fits[at - 1].order > fit.order; at--) fits[at] = fits[at - 1];
-        fits[at] = fit;
-    }
-    if (rows == 0) user_error("--fit lists nothing: %s", c.why[0]);
-    for (int i = 0; i < 2 && i < rows && fits[i].batch > 0; i++)
-        printf("%-8s %s\n", i == 0 ? "best" : "or", fit_command(&fits[i]));
-    for (int i = 0; i < rows && i < SHOWN; i++) {
-        const Fit* f = &fits[i];
-        const char* way = text_kept("%s%s", f->o.recompute, f->way < FIT_RELEASES ? "" : "+release");
-        report_fit(f->o.model, f->m.parameters, f->m.T, f->o.preset, way, f->batch, &f->plan, i == 0);
-    }
+    require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
+    if (option_given(asked, "preset")) fit.preset = typed.preset;
+    require(fit_print(&fit, error), error);
     return require_stdout();
 }
 

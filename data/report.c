@@ -98,24 +98,6 @@ void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t 
             large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
 }
 
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
-                const MemoryPlan* plan, bool first) {
-    const char* largest = batch > 0 ? text_kept("%lld", (long long)batch) : "-";
-    const double unit = 1.0 / (1 << 30);
-    if (first) {
-        printf(
-            "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
-            "  %-12s %-13s %5s %8s %8s %9s %11s %7s %8s",
-            model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
-            "activations", "other", "total");
-        plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
-    }
-    printf("  %-12s %-13s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, largest,
-           (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
-           (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
-    plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
-}
-
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
     char* text;
     size_t length;

@@ -15,10 +15,6 @@ void report_batch(RunFolder* run, int64_t windows, int world, int V);
 void report_optim(RunFolder* run, const char* optimizer);
 void report_schedule(RunFolder* run);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
-// Prints a row of --fit: the largest batch that fits (0: none), and the bytes by kind that it takes, or that one
-// sequence takes. The `first` row has a title before it.
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
-                const MemoryPlan* plan, bool first);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
 // `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
