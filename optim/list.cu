@@ -67,7 +67,7 @@ void optim_list_formats(FILE* file) {
 // B/param is the bytes of a parameter in a checkpoint. Gradients, and the room for decoded layers, which depends on the
 // model's shape, are in the banner.
 void optim_list_presets(FILE* file) {
-    const char* const columns = "  %-13s %-13s %-14s %-11s %-12s %6s  %s\n";
+    const char* const columns = "  %-11s %-11s %-14s %-11s %-12s %6s  %s\n";
     fprintf(file, columns, "--preset", "--rule", "--weights", "--m", "--v", "B/param", "");
     for (const PresetRow& row : PRESETS) {
         OptimConfig config = {};
@@ -75,6 +75,6 @@ void optim_list_presets(FILE* file) {
         const Rows rows = config_rows(&config);
         fprintf(file, columns, row.name, row.rule, row.weights, row.m, row.v, text_kept("%.4g", rows_bytes_each(&rows)),
                 row.note);
-        if (*row.overrides) fprintf(file, "  %-13s --override \"%s\"\n", "", row.overrides);
+        if (*row.overrides) fprintf(file, "  %-11s --override \"%s\"\n", "", row.overrides);
     }
 }

@@ -384,7 +384,7 @@ def test_plot(case):
     tall, low = (case.folder / "step.png").read_bytes(), case.run("plot.py", runs[1], "-o", "b.png")
     assert low.returncode == 0
     height = [int.from_bytes(data[20:24], "big") for data in (tall, (case.folder / "b.png").read_bytes())]
-    assert height[0] == 2 * height[1], "evaluations have a panel below the loss"
+    assert 1.8 < height[0] / height[1] < 2.2, "evaluations have a panel below the loss"
     seeds = [case.log(f"s{i}", CONFIG | {"options": OPTIONS | {"seed": i}}, val(1, 3.0 + i), train(1)) for i in (1, 2)]
     done = case.run("plot.py", *seeds, f"x={runs[0]}", "-o", "seeds.svg")
     shown = (case.folder / "seeds.svg").read_text()
