@@ -445,24 +445,6 @@ static void expect_same_training(Test* test, const char* what, const Trained& a,
 
 #include "dev/unit/skips.h"
 
-static void check_determinism(Test* test, const Device* dev, const Setup* setup) {
-    TestModel m[2];
-    const Trained first = train_small(&m[0], dev, setup, 6), again = train_small(&m[1], dev, setup, 6);
-    expect_same_training(test, "again", first, again);
-    expect(first.losses[5] < first.losses[0], "the loss goes from %g to %g", first.losses[0], first.losses[5]);
-}
-
-TEST_BOTH(model_determinism) {
-    Device dev = test_device(gpu);
-    Setup setup = TRAINED;
-    check_determinism(test, &dev, &setup);
-    if (!gpu) return;
-    setup.type = OPTIM_BF16;
-    check_determinism(test, &dev, &setup);
-    setup.grads_bf16 = true, setup.weights = "bf16+fp32";
-    check_determinism(test, &dev, &setup);
-}
-
 // Initial weights.
 
 static Floats weights_of(const Model* m) {
@@ -502,6 +484,7 @@ TEST(model_init) {
         const OptimTensor* tensor = &first.arena.tensors[t];
         const float *w = &values[tensor->offset], *o = &seeded[tensor->offset];
         int64_t n = (t == WTE ? first.config.V : tensor->rows) * tensor->cols;
+        for (int64_t i = n; i < tensor->rows * tensor->cols; i++) expect(w[i] == 0, "padding of wte is %g", w[i]);
         if (tensor->rows > 1) {
             bool residual = strstr(tensor->name, "c_proj") != nullptr;
             expect_normal(test, tensor->name, w, n, residual ? 0.02 / sqrt(2.0 * first.config.L) : 0.02);
@@ -533,129 +516,6 @@ TEST(model_init_gpu) {
     }
 }
 
-static void check_padding(Test* test, const Device* dev, const char* weights, OptimType type) {
-    Setup setup = TRAINED;
-    setup.config.V = 250;
-    setup.weights = weights;
-    setup.type = type;
-    TestModel m;
-    // Bytes of the text are below 250, so the data fits a vocabulary that needs padding.
-    train_small(&m, dev, &setup, 4);
-    const Floats values = weights_of(&m);
-    int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
-    for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
-    // The gaps between the tensors of the arena are zero in every stream.
-    for (int i = 0; i < optim_stream_count(m.arena.optim); i++) {
-        OptimStream stream = optim_stream(m.arena.optim, i);
-        expect(stream.elements == m.arena.elements, "stream %s has %lld elements", stream.name,
-               (long long)stream.elements);
-    }
-}
-
-TEST_BOTH(model_padding_stays_zero) {
-    const Device dev = test_device(gpu);
-    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
-        check_padding(test, &dev, weights, gpu ? OPTIM_BF16 : OPTIM_FP32);
-    }
-}
-
-// Schedules.
-
-TEST(learning_rate) {
-    const double eps = 1e-12;
-    struct {
-        const char* name;
-        double middle, late, last;  // at steps 60 (half of the way after warm-up), 99 (half of wsd's decay) and 110
-    } schedules[] = {{"cosine", 1.1, 0.2 + 0.9 * (1 + cos(3.14159265358979 * 0.89)), 0.2},
-                     {"linear", 1.1, 2.0 - 1.8 * 0.89, 0.2},
-                     {"constant", 2.0, 2.0, 2.0},
-                     {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
-    for (const auto& s : schedules) {
-        Schedule o = {s.name, 2.0, 0.1, 0.2, 111, 10, 0, 0};
-        for (int step = 0; step < 10; step++) {
-            expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
-        }
-        expect(fabs(learning_rate(&o, 10) - 2.0) < eps, "%s begins at %g", s.name, learning_rate(&o, 10));
-        expect(fabs(learning_rate(&o, 60) - s.middle) < eps, "%s: %g at 60", s.name, learning_rate(&o, 60));
-        expect(fabs(learning_rate(&o, 99) - s.late) < eps, "%s: %g at 99", s.name, learning_rate(&o, 99));
-        for (int step = 10; step < 110; step++) {
-            double now = learning_rate(&o, step), next = learning_rate(&o, step + 1);
-            expect(next <= now + eps && next >= s.last - eps, "%s rises at %d", s.name, step);
-        }
-        // The last step of a run of any length has the last rate; a single step has the peak.
-        for (int steps : {2, 4, 20, 61, 111}) {
-            o.steps = steps, o.warmup = steps / 2;
-            const double last = learning_rate(&o, steps - 1);
-            expect(fabs(last - s.last) < eps, "%s: %d steps end at %g", s.name, steps, last);
-        }
-        o.steps = 110, o.warmup = 0;
-        expect(learning_rate(&o, 0) == 2.0, "%s without warm-up begins at %g", s.name, learning_rate(&o, 0));
-        o.warmup = o.steps;
-        expect(fabs(learning_rate(&o, 109) - 2.0) < eps, "%s: warm-up of all steps ends at %g", s.name,
-               learning_rate(&o, 109));
-        o.steps = 1, o.warmup = 0;
-        expect(learning_rate(&o, 0) == 2.0, "%s: a single step has %g", s.name, learning_rate(&o, 0));
-    }
-}
-
-// Resumed at step 50 with a larger rate, a run comes to the schedule's over as many steps as its warm-up has, or over
-// half of those that are left.
-TEST(learning_rate_rises) {
-    for (int warmup : {8, 40}) {
-        const Schedule usual = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 0, 0},
-                       resumed = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 50, 0.1};
-        const int length = warmup < 25 ? warmup : 25;
-        for (int step = 0; step < 100; step++) {
-            const double rate = learning_rate(&usual, step), share = (step - 49.0) / length;
-            const double want = step < 50 || share >= 1 ? rate : 0.1 + (rate - 0.1) * share;
-            expect(fabs(learning_rate(&resumed, step) - want) < 1e-12, "step %d: %g", step,
-                   learning_rate(&resumed, step));
-        }
-    }
-}
-
-TEST(warmup_auto) {
-    const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 15},     {79, 59},    {80, 60}, {200, 60},
-                                {1200, 60}, {1220, 61}, {2000, 100}, {14000, 700}, {20000, 700}};  // steps, warm-up
-    for (const auto& c : cases) {
-        Options options = {};
-        options.rule = "adamw", options.overrides = options.v = "", options.channels = 768;
-        options.steps = c[0], options.tokens_per_step = 65536, options.warmup = OPTION_AUTO;
-        defaults_choose(&options, 1, false);
-        expect(options.warmup == c[1], "%lld steps: warm-up %lld", (long long)c[0], (long long)options.warmup);
-    }
-    char error[DATA_ERROR_BYTES];
-    Schedule wsd = {"wsd", 1, 0, 0.8, 100, 60, 0, 0};
-    expect(schedule_choose(&wsd, false, error) && wsd.warmup == 20, "wsd's decay begins after the warm-up, %lld steps",
-           (long long)wsd.warmup);
-}
-
-// The first step is left out, then the first ten. What lies between two steps counts as time left to wait, not as the
-// steps' own time.
-TEST(step_timer) {
-    StepTimer timer = {100, 100, 0, 0};
-    double clock = 0;
-    for (int64_t step = 101; step <= 130; step++) {
-        double takes = step <= 110 ? 8 : 2, each = step_timed(&timer, step, clock, clock + takes);
-        if (step == 105) expect(each == 9, "the first five: %g s a step", each);
-        if (step == 110) expect(each == 8, "the tenth: %g s", each);
-        if (step == 130) expect(each == 3, "the twenty after it: %g s a step", each);
-        clock += takes + 1;
-    }
-    expect(timer.from == 110 && timer.seconds == 40, "%g s in the steps after step %lld", timer.seconds,
-           (long long)timer.from);
-}
-
-// The plan against what is allocated.
-
-// A block of the heap is at least what was asked for, and larger by less than two pages.
-static void expect_allocated(Test* test, const char* what, int64_t planned, void* const* blocks, int count) {
-    int64_t sum = 0;
-    for (int i = 0; i < count; i++) sum += (int64_t)malloc_usable_size(blocks[i]);
-    expect(sum >= planned && sum < planned + count * 8192, "%s: planned %lld bytes, allocated %lld", what,
-           (long long)planned, (long long)sum);
-}
-
 // Steps with weights that are decoded a part at a time have the bits of those with a decoded copy of the whole model.
 TEST_BOTH(model_decoded_parts) {
     const Device device = test_device(gpu), *dev = &device;
@@ -685,7 +545,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
     constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
     Bytes state[2 * KINDS];
-    int64_t grads[2 * KINDS], tables[2 * KINDS];
+    int64_t grads[2 * KINDS];
     float norm[2 * KINDS], losses[STEPS];
     for (int k = 0; k < 2 * KINDS; k++) {
         const int kind = k % KINDS;
@@ -698,11 +558,6 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
         m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);
-        const OptimBytes real = optim_allocated(m.arena.optim);
-        const ArenaBytes plan = arena_bytes(&m.arena, &config);
-        tables[k] = real.tables;
-        expect(config.offload || plan.states == real.states + real.tables, "%lld bytes of states were planned",
-               (long long)plan.states);
         train_words(&m, STEPS, 1, 1e-2f, kind == WHOLE ? 0 : clip, losses);
         norm[k] = scalar(&m, SCALAR_NORM);
         grads[k] = arena_grads_bytes(&m.arena);
@@ -712,9 +567,6 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     }
     expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
            (long long)grads[AFTER]);
-    // A rule that reads matrices has buffers for those of one layer.
-    expect((tables[INSIDE] < tables[WHOLE]) == (strcmp(setup->rule, "adamw") != 0),
-           "%s: %lld bytes of tables, released %lld", setup->rule, (long long)tables[WHOLE], (long long)tables[INSIDE]);
     expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
     expect(state[AFTER] == state[INSIDE], "inside the backward pass: other bits");
     expect((state[WHOLE] == state[AFTER]) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
@@ -726,32 +578,24 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
 
 TEST_BOTH(model_release) {
     const Device device = test_device(gpu), *dev = &device;
-    const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
-    for (const char* weights : {"bf16:sr", "lin8:sr"}) {
-        for (bool grads_bf16 : {false, true}) {
-            if (grads_bf16 && type == OPTIM_FP32) continue;
-            const Setup setup = {
-                {4, 128, 2, 64, 128, 128}, 2, 64, type, grads_bf16, RECOMPUTE_NONE, 48, weights, "bf16:sr", "dyn8/256"};
-            check_release(test, dev, &setup, CLIP_LAST, 0);
-            check_release(test, dev, &setup, CLIP_LAST, 0.05f);
-            check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
-        }
-    }
-}
-
-// A part's matrices are stepped together, in buffers for those of one layer.
-TEST_BOTH(model_release_matrices) {
-    const Device device = test_device(gpu), *dev = &device;
-    const char* const rows[][4] = {{"muon8", "", "", "lin8:sr"},
-                                   {"muon", "muon", "fp32", "fp32"},
-                                   {"muon8", "normuon", "soft8/32", "bf16:sr"},
-                                   {"adamw32", "normuon", "fp32", "fp32"}};
-    for (const auto& [preset, rule, m, weights] : rows) {
+    const char* const rows[][5] = {{"adamw32", "adamw", "bf16:sr", "bf16:sr", "dyn8/256"},
+                                   {"adamw32", "adamw", "lin8:sr", "bf16:sr", "dyn8/256"},
+                                   {"muon8", "", "lin8:sr", "", ""},
+                                   {"muon", "muon", "fp32", "fp32", ""},
+                                   {"muon8", "normuon", "bf16:sr", "soft8/32", ""},
+                                   {"adamw32", "normuon", "fp32", "fp32", ""}};
+    for (const auto& [preset, rule, weights, m, v] : rows) {
+        const bool adamw = strcmp(rule, "adamw") == 0;
         Setup setup = {
-            {3, 64, 1, 32, 128, 128}, 2, 32, gpu ? OPTIM_BF16 : OPTIM_FP32, gpu, RECOMPUTE_NONE, 48, weights, m, ""};
+            {3, 64, 1, 32, 128, 128}, 2, 32, gpu ? OPTIM_BF16 : OPTIM_FP32, gpu, RECOMPUTE_NONE, 48, weights, m, v};
+        if (adamw) setup.config = {4, 128, 2, 64, 128, 128}, setup.T = 64;
         setup.preset = preset, setup.rule = rule;
         check_release(test, dev, &setup, CLIP_LAST, 0);
         check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
+        if (!adamw) continue;
+        check_release(test, dev, &setup, CLIP_LAST, 0.05f);
+        setup.grads_bf16 = false;
+        if (gpu) check_release(test, dev, &setup, CLIP_LAST, 0.05f);
     }
 }
 
@@ -809,140 +653,5 @@ TEST_BOTH(model_fp8_recompute) {
     expect(first[STEPS - 1] < first[0] - 0.1f, "the loss goes from %g to %g", first[0], first[STEPS - 1]);
 }
 
-// Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.
-TEST(memory_plan_offload) {
-    Device dev = test_device(false);
-    const Setup setup = {{5, 128, 2, 64, 128, 128}, 2, 64,        OPTIM_FP32, false,
-                         RECOMPUTE_BLOCK,           0, "bf16:sr", "fp32",     "dyn8/256"};
-    MemoryPlan plan[2];
-    for (int k = 0; k < 2; k++) {
-        TestModel m;
-        OptimConfig config = setup_optim(&setup);
-        config.offload = k == 1;
-        model_shape(&m, &dev, &setup);
-        m.spills = k == 1;
-        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
-        plan[k] = memory_plan(&m, &config);
-        model_allocate(&m, &config);
-        const int64_t spilled = k == 1 ? spill_bytes(5, residual_bytes(&m)) : 0;
-        const int64_t slots = k == 1 ? offload_bytes(&m.arena, &config) : 0;
-        const OptimBytes real = optim_allocated(m.arena.optim);
-        expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
-        expect(plan[k].states == real.states + real.tables + slots, "%lld of states", (long long)plan[k].states);
-        if (spilled > 0) expect_allocated(test, "residuals", spilled, (void**)&m.spill.host, 1);
-    }
-    expect(plan[0].host == 0 && plan[1].host > 0 && plan[1].total - plan[1].host < plan[0].total,
-           "the device has less");
-    expect(plan[1].states < plan[0].states / 2, "%lld of %lld bytes of states stay", (long long)plan[1].states,
-           (long long)plan[0].states);
-}
-
-// The room that a checkpoint is promised is what its files hold, but for padding, in every format of weights.
-TEST(memory_plan_files) {
-    Device dev = test_device(false);
-    for (const char* weights : {"fp32", "bf16+fp32", "bf16:sr", "bf16+8", "lin8:sr", "e4m3:ef", "e4m3/tensor+fp32"}) {
-        Setup setup = INITIAL;
-        setup.weights = weights;
-        TestModel m;
-        OptimConfig config = setup_optim(&setup);
-        model_shape(&m, &dev, &setup);
-        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
-        model_allocate(&m, &config);
-        const OptimFiles plan = optim_file_bytes(&config, m.arena.tensors, m.arena.count);
-        int64_t model = 0, optimizer = 0;
-        for (int t = 0; t < m.arena.count; t++) {
-            const int bytes = strcmp(optim_saved_dtype(m.arena.optim, t), "F32") == 0 ? 4 : 2;
-            model += m.stored[t].rows * m.stored[t].cols * bytes;
-        }
-        OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, nullptr);
-        for (const OptimStream* array = saved->array; array < saved->array + saved->arrays; array++) {
-            optimizer += array->elements * array->element_bytes;
-        }
-        optim_saved_close(saved);
-        const int64_t padding = (int64_t)m.arena.count * TILE_ELEMENTS * 12;
-        expect(plan.model >= model && plan.model <= model + padding, "%s: model %lld bytes, planned %lld", weights,
-               (long long)model, (long long)plan.model);
-        expect(plan.optimizer >= optimizer - padding && plan.optimizer <= optimizer + padding,
-               "%s: optimizer %lld bytes, planned %lld", weights, (long long)optimizer, (long long)plan.optimizer);
-    }
-}
-
-TEST(memory_plan) {
-    // Rows enough for the smallest of the buffers to show; nothing touches the memory.
-    const Config config = {3, 128, 2, 64, 300, 384};
-    const Setup setups[] = {
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 20, "e4m3/tensor", "fp32", "fp32", false, false, true}};
-    Device dev = test_device(false);
-    for (const Setup& setup : setups) {
-        TestModel m(&dev, &setup);
-        OptimConfig config = setup_optim(&setup);
-        MemoryPlan plan = memory_plan(&m, &config);
-        OptimBytes bytes = optim_bytes(&dev, &config, m.arena.tensors, m.arena.count, m.arena.type),
-                   real = optim_allocated(m.arena.optim);
-        expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        const DecodedBytes rooms = decoded_bytes(&m.arena, &config);
-        const int64_t room = rooms.room;
-        expect(rooms.dequant_buffer == (setup.fp8 ? 2 * 12 * 128 * 128 * 4 : 0) &&
-                   m.arena.dequant_bytes == rooms.dequant_buffer,
-               "%s: dequant_buffer of %lld bytes", setup.weights, (long long)rooms.dequant_buffer);
-        int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
-        expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
-               setup.weights, (long long)room);
-        expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
-               (long long)plan.states);
-        expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
-        void* other[] = {m.input.tokens, m.losses, m.arena.squares, m.fp8.scale_inv};
-        expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
-        expect_allocated(test, "activations", plan.activations, &m.activations, 1);
-        expect_allocated(test, "input, losses, squares and scales", plan.other, other, setup.fp8 ? 4 : 3);
-    }
-}
-
-// Memory that the exchange between ranks takes for itself is in the plan once, on any GPU.
-TEST(memory_plan_of_ranks) {
-    const Setup setup = {
-        {3, 128, 2, 64, 300, 384}, 4, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
-    const Device cpu = test_device(false);
-    TestModel m(&cpu, &setup);
-    OptimConfig config = setup_optim(&setup);
-    Device gpu = cpu;
-    gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
-    int64_t total[2];
-    Shard shard = {};
-    shard.comm.world = 2, shard.gradient_bytes = 4;
-    Model on_gpu = m;
-    on_gpu.dev = &gpu, on_gpu.arena.shard = &shard;
-    for (int i = 0; i < 2; i++) {
-        shard.comm.bytes = i * 12345;
-        total[i] = memory_plan(&on_gpu, &config).total;
-    }
-    expect(total[1] - total[0] == 12345, "the plan grows by %lld bytes", (long long)(total[1] - total[0]));
-}
-
-TEST_ALONE(memory_plan_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer pads allocations");
-    Device dev = test_device(true);
-    const int64_t granularity = 2 << 20;  // of cudaMalloc's pages
-    Setup setups[] = {
-        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, true, RECOMPUTE_NONE, 0, "bf16+fp32", "fp32", "fp32"},
-        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, false, RECOMPUTE_BLOCK, 512, "bf16:sr", "bf16", "bf16:sr"},
-        {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_FP32, false, RECOMPUTE_GELU, 0, "fp32", "fp32", "fp32"}};
-    for (const Setup& setup : setups) {
-        { TestModel warm(&dev, &setup); }  // modules load and contexts grow here, not in what is measured
-        size_t before, after, total;
-        check(cudaMemGetInfo(&before, &total));
-        TestModel m(&dev, &setup);
-        check(cudaMemGetInfo(&after, &total));
-        OptimConfig config = setup_optim(&setup);
-        int64_t planned = memory_plan(&m, &config).total - WORKSPACE_BYTES - dev.context - MODULE_BYTES,
-                real = (int64_t)before - (int64_t)after;
-        expect(real >= planned - granularity && real <= planned + 16 * granularity,
-               "planned %lld bytes, allocated %lld", (long long)planned, (long long)real);
-        note(test, "planned %.1f MiB, allocated %.1f", planned / 1048576.0, real / 1048576.0);
-    }
-}
-
+#include "dev/unit/plans.h"
 #include "dev/unit/checkpoints.h"

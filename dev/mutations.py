@@ -2,13 +2,15 @@
 built for the CPU; a test that the row's pattern picks must fail. The last line is `N passed, N failed`; a fault that
 no test finds counts as failed.
 
-    python3 dev/mutations.py [-k SUBSTRING] [--copy FOLDER]
+    python3 dev/mutations.py [-k SUBSTRING] [--sample N] [--copy FOLDER]
 
--k picks rows by file or pattern. --copy keeps the copy and its objects for the next run. About a minute a row.
+-k picks rows by file or pattern. --sample takes N of them, always the same. --copy keeps the copy and its objects for
+the next run. About half a minute a row.
 """
 
 import argparse
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -104,7 +106,8 @@ ROWS = [
 
 def make(copy, *words):
     cache = "ccache " if shutil.which("ccache") else ""  # saves compiling again, where it is installed
-    command = ["make", "NVCC=", f"CXX={cache}g++", f"CC={cache}gcc", f"-j{os.cpu_count()}", "-s", *words]
+    compiles = f"COMPILE={cache}$(CXX) -x c++ $(CXXFLAGS) $(SANITIZERS)"
+    command = ["make", "NVCC=", compiles, f"CC={cache}gcc", f"-j{os.cpu_count()}", "-s", *words]
     return subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -146,9 +149,12 @@ def try_row(copy, row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", default="")
+    parser.add_argument("--sample", type=int)
     parser.add_argument("--copy")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.k in row[0] or options.k in row[3]]
+    if options.sample:
+        rows = random.Random(43).sample(rows, min(options.sample, len(rows)))
     copy = options.copy or os.path.join(tempfile.mkdtemp(prefix="nibble-mutations-"), "tree")
     if not os.path.exists(copy):
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "runs", ".venv"))

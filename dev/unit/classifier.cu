@@ -43,13 +43,12 @@ float wide_logit(int64_t i, int v, int V) {
 }
 
 template <typename X>
-void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp,
-                         Logit logit = even_logit) {
+void classifier_case(Test* test, double* worst, const Device* dev, int64_t N, int V, int Vp, Logit logit = even_logit) {
     const float dloss = 1.0f / 64;
     const int64_t distinct = N < DISTINCT_ROWS ? N : DISTINCT_ROWS;
     Room room(dev);
-    float *values = room.host<float>(N * Vp), *want = room.host<float>(N * Vp), *want_loss = room.host<float>(N);
-    double* row = room.host<double>(2 * V);
+    float* values = room.host<float>(N * Vp);
+    double *row = room.host<double>(2 * V), *softmax = row + V;
     int* targets = room.host<int>(N);
     for (int64_t i = 0; i < distinct * Vp; i++)  // what the padding holds is never used
         values[i] = i % Vp < V ? logit(i / Vp, (int)(i % Vp), V) : NAN;
@@ -57,30 +56,26 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
     Array<X> logits(dev, N * Vp, values);
     Array<float> losses(dev, N);
     for (int64_t first = 0; first < distinct; first++) {
-        double* softmax = row + V;
         for (int v = 0; v < V; v++) row[v] = logits.host[first * Vp + v];
-        double log_sum = cross_entropy_double(row, 0, V) + row[0];
+        const double log_sum = cross_entropy_double(row, 0, V) + row[0];
         for (int v = 0; v < V; v++) softmax[v] = exp(row[v] - log_sum);
         for (int64_t i = first; i < N; i += distinct) {
             targets[i] = i % 3 == 0 ? V - 1 : i % 3 == 1 ? 0 : (int)(i * 7919 % V);
             if (isinf(row[targets[i]])) targets[i] = 0;
-            want_loss[i] = (float)(log_sum - row[targets[i]]);
+            losses.want[i] = (float)(log_sum - row[targets[i]]);
             for (int v = 0; v < Vp; v++)
-                want[i * Vp + v] = v < V ? (float)((softmax[v] - (v == targets[i])) * dloss) : 0.0f;
+                logits.want[i * Vp + v] = v < V ? (float)((softmax[v] - (v == targets[i])) * dloss) : 0.0f;
         }
     }
     const int* device_targets = room.to_device(targets, N);
-    auto run = [&](bool backward) {
+    const auto run = [&](bool backward) {
         classifier(dev, losses.device, logits.device, device_targets, dloss, backward, N, V, Vp);
     };
     // e^(x - max): the argument, up to 23 in base 2, is good to fp32's epsilon, and so is each of the V / 1024 sums.
-    double bound = EPS32 * 64;
-    check_output(test, worst, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
-    check_output(test, worst, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
-    check_output(test, worst, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
-        logits.set(values);
-        run(true);
-    });
+    const double bound = EPS32 * 64;
+    check_outputs(test, worst, [&] { run(false); }, {{"losses", &losses, bound}});
+    check_outputs(test, worst, [&] { run(true); },
+                  {{"losses", &losses, bound}, {"dlogits", &logits, bound * dloss / 16}});
 }
 
 #ifdef __CUDACC__
@@ -89,36 +84,35 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
 OPERATOR_TEST(classifier_resident_rows_gpu) {
     const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
     if (!classifier_resident_fits(&dev, 50304)) skip("needs compute capability 9.0 and a build for it");
-    for (auto& s : shapes) classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
-    classifier_gpu_case<bf16>(test, &worst, &dev, 600, 50257, 50304, wide_logit);
+    for (auto& s : shapes) classifier_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+    classifier_case<bf16>(test, &worst, &dev, 600, 50257, 50304, wide_logit);
+    Device older = dev;
+    older.compute = 80;
+    classifier_case<bf16>(test, &worst, &older, 37, 50257, 50304, wide_logit);
+    classifier_case<bf16>(test, &worst, &dev, 3, 150000, 150016);  // too long to stay in shared memory
 }
 
 // For `make sanitize`, whose race checker is slow: two blocks, which take five rows of three chunks in turn.
 OPERATOR_TEST(classifier_race_gpu) {
     dev.sm_count = 1;
     if (!classifier_resident_fits(&dev, 30016)) skip("needs compute capability 9.0 and a build for it");
-    classifier_gpu_case<bf16>(test, &worst, &dev, 5, 30000, 30016);
+    classifier_case<bf16>(test, &worst, &dev, 5, 30000, 30016);
 }
 #endif
 
-OPERATOR_TEST(classifier_gpu) {
+OPERATOR_BOTH(classifier) {
     const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
     for (auto& s : shapes) {
-        classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
-        classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+        in_inputs(dev, [&](auto x) { classifier_case<decltype(x)>(test, &worst, &dev, s[0], s[1], s[2]); });
     }
-    classifier_gpu_case<bf16>(test, &worst, &dev, 3, 150000, 150016);  // too long to stay in shared memory
-    Device older = dev;
-    older.compute = 80;
-    classifier_gpu_case<bf16>(test, &worst, &older, 37, 50257, 50304, wide_logit);
     for (int64_t N : {1, 37, 1000, 65536}) {
-        Array<float> losses(&dev, N, 1, 4.0f), mean(&dev, 1);
-        double sum = 0.0;
-        for (int64_t i = 0; i < N; i++) sum += losses.host[i];
-        for (int accumulate = 0; accumulate < 2; accumulate++) {
-            float begin = 3.0f, want = (float)((accumulate ? 3.0 : 0.0) + sum / N);
-            check_output(test, &worst, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
-                         [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
+        for (bool accumulate : {false, true}) {
+            Array<float> losses(&dev, N, 1, 4.0f), mean(&dev, 1, 2, 3.0f, accumulate);
+            double sum = accumulate ? mean.host[0] * (double)N : 0.0;
+            for (int64_t i = 0; i < N; i++) sum += losses.host[i];
+            mean.want[0] = (float)(sum / N);
+            const auto run = [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); };
+            check_outputs(test, &worst, run, {{"mean", &mean, 64 * EPS32}});
         }
     }
 }

@@ -152,20 +152,6 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
         expect_code(child, 0);         \
     } while (0)
 
-template <class Body>
-void for_presets(Test* test, Body body) {
-    run_train(list, "--list-presets");
-    char name[32];
-    int presets = 0;
-    for (const char* line = OUT(list); *line; line += strcspn(line, "\n"), line += *line == '\n') {
-        if (sscanf(line, " %31s", name) != 1 || name[0] == '-') continue;
-        body(name);
-        presets++;
-    }
-    expect(presets >= 10, "--list-presets lists %d", presets);
-    note(test, "%d presets", presets);
-}
-
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     write_text(folder, name, printed([&](FILE* file) {
@@ -254,7 +240,6 @@ inline void expect_equal_files(Test* test, const char* a, const char* b, const c
 constexpr int MOST_STEPS = 4000;
 struct Losses {
     char text[MOST_STEPS][32];
-    double norm[MOST_STEPS], lr[MOST_STEPS];
     int last;   // the largest step
     int lines;  // how many lines of training there are
 };
@@ -274,7 +259,6 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
         int64_t step = json_int(json, "step", -1);
         if (loss && strcmp(json_string(json, "type", ""), "train") == 0 && step >= 0 && step < MOST_STEPS) {
             snprintf(losses->text[step], sizeof(losses->text[step]), "%s", loss->text ? loss->text : "null");
-            losses->norm[step] = json_number(json, "norm", NAN), losses->lr[step] = json_number(json, "lr", NAN);
             if (step > losses->last) losses->last = (int)step;
             losses->lines++;
         }

@@ -6,12 +6,12 @@
 constexpr int TENSORS = 4;
 
 // `long_tensor`: elements of the third tensor, in columns of one row.
-static void model_open(OptimRun* run, const OptimConfig* config, int64_t long_tensor = 3000, bool gpu = false) {
+static void model_open(OptimRun* run, const OptimConfig* config, int64_t long_tensor = 3000) {
     const OptimTensor model[TENSORS] = {{"wpe.weight", 1, 2500, true, 0},
                                         {"h.0.ln_1.weight", 1, 33, false, 0},
                                         {"h.0.attn.c_attn.weight", 1, long_tensor, true, 0},
                                         {"ln_f.bias", 1, 4097, false, 0}};
-    run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
+    run_open(run, config, model, TENSORS, OPTIM_FP32);
 }
 
 // Loads `to` from a run, and checks that it is as if it had come by way of an optimizer in fp32. Returns what the load
@@ -173,25 +173,4 @@ TEST(convert_refuses_other_arrays) {
     expect_refused(run_load(&to, &from, &context, 1, error), error, "holds 3 arrays");
     from.config = said;  // not what its arrays are
     expect_refused(run_load(&to, &from, &context, 0, error), error, "no array m of U8");
-}
-
-TEST(convert_equal_gpu) {
-    const char* const formats[][3] = {{"bf16:sr", "dyn8", "udyn8"},
-                                      {"bf16+16", "de4", "sqrt4"},
-                                      {"e4m3:sr", "bf16:sr", "fp32"},
-                                      {"bf16+fp32", "fp32", "fp32"}};
-    OptimConfig wide = states_config("adamw", "bf16+fp32", "fp32", "fp32", "fp32");
-    OptimRun exact;
-    model_open(&exact, &wide, 1200001);
-    run_steps(&exact, 1, 3);
-    for (const auto& format : formats) {
-        OptimConfig config = states_config("adamw", "bf16+fp32", "fp32", format[1], format[2]);
-        config.weights = format[0];
-        OptimRun to[2];
-        for (int gpu = 0; gpu < 2; gpu++) {
-            model_open(&to[gpu], &config, 1200001, gpu == 1);
-            expect_load(test, &to[gpu], &exact);
-        }
-        expect_same(test, &to[0], &to[1], describe(&config));
-    }
 }

@@ -161,15 +161,13 @@ TEST(exchange_peers_wanted) {
 
 // These stand for the driver's functions of peer.cuh. They do what those say, or refuse to; a count is in host memory.
 static CUresult driver_answer[2];
-static unsigned driver_flags;
 
 static CUresult driver_write(CUstream, CUdeviceptr address, cuuint32_t value, unsigned) {
     if (driver_answer[0] == CUDA_SUCCESS) *(uint32_t*)address = value;
     return driver_answer[0];
 }
 
-static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
-    driver_flags = flags;
+static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, unsigned) {
     if (driver_answer[1] == CUDA_SUCCESS && *(uint32_t*)address != value) abort();
     return driver_answer[1];
 }
@@ -209,45 +207,6 @@ TEST(exchange_peers_refused) {
         for (int i = 0; i < 2; i++) driver_answer[i] = refused == i + 1 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
         expect(peers_probe(&peers, nullptr, &count) == (refused == 0), "%d", refused);
         expect(count == 0, "the count is %u", count);
-    }
-}
-
-// A mailbox has two slots for each other rank, no two in one place, and no byte beyond them.
-TEST(exchange_peers_slots) {
-    for (int world : {2, 3, 8}) {
-        static char memory;
-        Peers peers = {};
-        for (char*& each : peers.mailbox) each = &memory;
-        peers.world = world;
-        for (int at = 0; at < world; at++) {
-            int taken[2 * 8] = {}, slots = PEER_SLOTS * (world - 1);
-            for (int from = 0; from < world; from++) {
-                for (uint32_t count = 4; count < 6 && from != at; count++) {
-                    int64_t offset =
-                        peer_slot(&peers, at, from, count) - peers.mailbox[at] - (int64_t)sizeof(PeerCounts);
-                    bool inside = offset % PEER_PART == 0 && offset >= 0 && offset / PEER_PART < slots;
-                    expect(inside, "%d ranks: slot at %lld", world, (long long)offset);
-                    if (inside) taken[offset / PEER_PART]++;
-                }
-            }
-            for (int i = 0; i < slots; i++) expect(taken[i] == 1, "%d ranks: slot %d has %d parts", world, i, taken[i]);
-        }
-        int64_t bytes = (int64_t)sizeof(PeerCounts) + PEER_SLOTS * (world - 1) * PEER_PART;
-        expect(peer_bytes(world) == bytes, "%d ranks: %lld bytes", world, (long long)peer_bytes(world));
-    }
-}
-
-// A wait is for a count or one beyond it, and flushes the bytes that came before it where the GPU can.
-TEST(exchange_peers_flush) {
-    Peers peers = {};
-    uint32_t count = 3;
-    peers.wait_value = driver_wait;
-    driver_answer[1] = CUDA_SUCCESS;
-    for (int can : {0, 1}) {
-        peers.wait_flags = peers_wait_flags(can);
-        peer_wait(&peers, nullptr, &count, 3);
-        expect(driver_flags == (can ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u), "can flush %d: flags %x", can,
-               driver_flags);
     }
 }
 
@@ -406,32 +365,22 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool wa
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
-static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, int64_t bad) {
-    Mini s(launch, dev, mode, false);
-    for (bool nan : {false, true}) {
-        float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
-        mini_reduce(&s, s.grads, nan ? bad : -1);
+static void mini_nan(Launch* launch, const Device* dev, ShardMode mode) {
+    for (int64_t bad : {(int64_t)-2, (int64_t)-1, (int64_t)5, MINI - 1}) {  // none; the loss; an element
+        Mini s(launch, dev, mode, false);
+        float scalars[SCALARS] = {bad == -1 && s.comm.rank == 1 ? NAN : 1.0f};
+        mini_reduce(&s, s.grads, bad);
         s.norm(scalars);
-        require(isfinite(scalars[SCALAR_FACTOR]) == !nan && isnan(scalars[SCALAR_LOSS]) == (nan && bad < 0));
-        require(isfinite(scalars[SCALAR_NORM]) == !(nan && bad >= 0) && scalars[SCALAR_BAD] == 0);
+        require(isfinite(scalars[SCALAR_FACTOR]) == (bad == -2) && isnan(scalars[SCALAR_LOSS]) == (bad == -1));
+        require(isfinite(scalars[SCALAR_NORM]) == (bad < 0) && scalars[SCALAR_BAD] == 0);
     }
-}
-
-static void nan_main(Launch* launch) {
-    Device dev = test_device(false);
-    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, bad);
-    }
-}
-
-TEST(exchange_nan_of_one_rank) {
-    for (int ranks : {2, 4}) expect_ranks(test, ranks, nan_main);
 }
 
 static void modes_main(Launch* launch) {
     Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
         for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits);
+        mini_nan(launch, &dev, mode);
     }
 }
 

@@ -177,29 +177,38 @@ Made made_open(Room* room, int64_t N, int C, Fp8Type type, float largest = 0.9f)
     return m;
 }
 
+// Returns in how many of n bytes two arrays on the device differ.
+int64_t codes_differ(Room* room, const uint8_t* a, const uint8_t* b, int64_t n) {
+    const uint8_t *x = room->to_host(a, n), *y = room->to_host(b, n);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < n; i++) differ += x[i] != y[i];
+    return differ;
+}
+
 Fp8Codes made_codes(const Made* m, Fp8Type type) {
     return {m->rows, m->f.scale + 1, m->f.amax + 1, m->f.amax + 3, type};
 }
 
-// `values` is what the kernel stores without codes: (N, C). counted: it tells magnitude and count.
-void made_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Type type, bool counted) {
-    const int64_t n = m->N * m->C;
+// `values`: (N, C) is what the kernel stores without codes, which it writes of `op` of them; in so many runs it has
+// counted what saturates.
+void made_check(Test* test, Made* m, const char* what, Fp8Op op, const bf16* values, Fp8Type type, uint32_t runs) {
     const Device* dev = m->room->dev;
     const Fp8Operand to = {m->want[0], m->want[1], 1, type};
-    fp8_cast<bf16>(dev, &m->g, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C,
-                   false);
-    fp8_by_columns(dev, m->columns, m->rows, m->N, m->C);
+    fp8_cast<bf16>(dev, &m->g, &to, op, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C, false);
     for (int i = 0; i < 2; i++) {
-        const uint8_t *got = m->room->to_host(i ? m->columns : m->rows, n), *want = m->room->to_host(m->want[i], n);
-        int64_t differ = 0, zero = 0;
-        for (int64_t j = 0; j < n; j++) differ += got[j] != want[j], zero += want[j] == 0;
-        expect(differ == 0 && zero < n / 2, "%s, %lld x %d, type %d, %s: %lld codes differ, %lld are zero", what,
-               (long long)m->N, m->C, type, i ? "by columns" : "by rows", (long long)differ, (long long)zero);
+        const int64_t differ = codes_differ(m->room, i ? m->columns : m->rows, m->want[i], m->N * m->C);
+        expect(differ == 0, "%s, %lld x %d, type %d, by %s: %lld codes differ", what, (long long)m->N, m->C, type,
+               i ? "columns" : "rows", (long long)differ);
     }
     const uint32_t *found = m->room->to_host(m->f.amax, 4), *cast = m->room->to_host(m->g.amax, 4);
-    if (counted)
-        expect(found[1] == cast[1] && found[3] == cast[3] && cast[3] > 0, "%s: found %08x and %u, the cast %08x and %u",
-               what, found[1], found[3], cast[1], cast[3]);
+    expect(found[1] == cast[1] && found[1] > 0 && found[3] == runs * cast[3] && cast[3] > 0,
+           "%s: found %08x and %u, the cast %08x and %u", what, found[1], found[3], cast[1], cast[3]);
+}
+
+// A kernel that writes rows alone: the others are made of them.
+void made_rows_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Type type) {
+    fp8_by_columns(m->room->dev, m->columns, m->rows, m->N, m->C);
+    made_check(test, m, what, FP8_COPY, values, type, 1);
 }
 
 void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Type type) {
@@ -213,12 +222,12 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
     for (const Fp8Codes& to : {Fp8Codes{}, codes})
         residual_layernorm_forward<bf16>(dev, residual.device, out.device, mean.device, rstd.device, a.device, b.device,
                                          w.device, bias.device, N, C, to);
-    made_check(test, &made, "layernorm", out.device, type, true);
+    made_rows_check(test, &made, "layernorm", out.device, type);
     made = made_open(&room, N, C, type);
     codes = made_codes(&made, type);
     layernorm_backward<bf16, float>(dev, out.device, sums.device, sums.device + C, sums.device + 2 * C, scratch,
                                     b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, codes);
-    made_check(test, &made, "layernorm backward", out.device, type, true);
+    made_rows_check(test, &made, "layernorm backward", out.device, type);
 }
 
 // The gradient of the logits is rounded at random: each code is one of the two next to the value, and of those values
@@ -265,8 +274,7 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     const int C = NH * HS;
     const int64_t N = (int64_t)B * T;
     Array<bf16> qkv(dev, N * 3 * C, 1, 1.0f), dout(dev, N * C, 2, 2.0f), out(dev, N * C), dqkv(dev, N * 3 * C);
-    Array<float> lse(dev, N * NH), bias[2];
-    for (auto& sums : bias) sums = Array<float>(dev, 3 * C);
+    Array<float> lse(dev, N * NH), bias(dev, 3 * C), again(dev, 3 * C);
     const int64_t more = matmul_backward_bias_scratch_bytes(dev, 3 * C),
                   bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
     Room room(dev);
@@ -275,11 +283,10 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     const Fp8Codes codes = made_codes(&made, type);
     attention_forward<bf16>(dev, out.device, lse.device, qkv.device, B, T, C, NH);
     for (int i = 0; i < 2; i++)
-        attention_backward(dev, dqkv.device, bias[i].device, scratch, dout.device, qkv.device, out.device, lse.device,
-                           B, T, C, NH, false, i ? codes : Fp8Codes{});
-    for (auto& sums : bias) copy_to_host(dev, sums.host, sums.device, 3 * C * sizeof(float));
-    expect(memcmp(bias[0].host, bias[1].host, 3 * C * sizeof(float)) == 0, "the bias's gradient differs with codes");
-    made_check(test, &made, "attention backward", dqkv.device, type, true);
+        attention_backward(dev, dqkv.device, (i ? again : bias).device, scratch, dout.device, qkv.device, out.device,
+                           lse.device, B, T, C, NH, false, i ? codes : Fp8Codes{});
+    expect(bias.bytes() == again.bytes(), "the bias's gradient differs with codes");
+    made_rows_check(test, &made, "attention backward", dqkv.device, type);
 }
 
 TEST(fp8_made_gpu) {
@@ -347,11 +354,11 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
     const double run = fast || depth < 128 ? (double)depth : 128;
     const double cut = 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt((double)depth / run);
-    check_output<D>(test, worst, "product", &out, accumulate ? before : nullptr, want,
-                    cut + product_bound(depth, 1.0) + epsilon<D>() * added, [&] {
-                        fp8_product<D>(dev, &f, out.device, {codes[0], 2, type_a}, {codes[1], 1, FP8_E4M3},
-                                       with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
-                    });
+    check_output(test, worst, "product", &out, accumulate ? before : nullptr, want,
+                 cut + product_bound(depth, 1.0) + epsilon<D>() * added, [&] {
+                     fp8_product<D>(dev, &f, out.device, {codes[0], 2, type_a}, {codes[1], 1, FP8_E4M3},
+                                    with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
+                 });
 }
 
 OPERATOR_TEST(fp8_product_gpu) {
@@ -448,8 +455,8 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
         return dev->gpu ? 0.115 * 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt(depth / run) : 0.0;
     };
     const double fast = dev->gpu ? 0.115 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1) : 0.0;
-    check_output<X>(test, worst, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
-    check_output<X>(test, worst, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
+    check_output(test, worst, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
+    check_output(test, worst, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
     const float* numbers = room.to_host(layer.stored.numbers, 3);
     float magnitude;
     memcpy(&magnitude, room.to_host(layer.f.amax + FP8_WEIGHT, 1), 4);
@@ -468,132 +475,94 @@ OPERATOR_TEST(fp8_stored_weights_gpu) {
 }
 
 #ifdef __CUDACC__
-// The products next to GELU: what they are given, and what a step would compute of it by other means.
+// The products next to GELU: codes of `left` (N, C) and `weight` (OC, C), what cuBLASLt makes of them, and what our
+// kernel does. `cut`: how far the two products may be apart (check_product).
 struct GeluProducts {
-    Array<bf16> left, weight, bias, pre, want;
+    Room room;
+    Array<bf16> left, weight, bias, pre, product;
     Array<float> dbias;
     Fp8 f;
-    uint8_t *left_codes, *weight_codes, *codes, *columns, *cast, *cast_columns;
+    uint8_t *left_codes, *weight_codes;
+    Made made;
     float* scratch;
+    MatmulGeluFp8 codes;
+    double cut;
+
+    GeluProducts(const Device* dev, int64_t N, int C, int OC, Fp8Type type, bool forward)
+        : room(dev),
+          left(dev, N * C, 1, 1.0f),
+          weight(dev, (int64_t)OC * C, 2, 0.1f),
+          bias(dev, OC, 3, 1.0f),
+          pre(dev, N * OC, 4, 3.0f, !forward),
+          product(dev, N * OC),
+          dbias(dev, OC),
+          f(scales_open(&room, 3)),
+          left_codes(room.device<uint8_t>(N * C)),
+          weight_codes(room.device<uint8_t>((int64_t)OC * C)),
+          made(made_open(&room, N, OC, type, 1.5f)),
+          scratch((float*)room.device<char>(matmul_backward_gelu_scratch_bytes(dev, N, OC))),
+          codes({{}, nullptr, nullptr, nullptr, made.columns, made_codes(&made, type), f.scale_inv, f.scale_inv + 4}),
+          cut(2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1)) {
+        const Fp8Operand to = {left_codes, nullptr, 0, type}, right = {weight_codes, nullptr, 1, FP8_E4M3};
+        float* none = nullptr;
+        fp8_begin(dev, &f);
+        fp8_cast<bf16>(dev, &f, &to, FP8_COPY, left.device, nullptr, none, nullptr, N, C, false);
+        fp8_cast<bf16>(dev, &f, &right, FP8_COPY, weight.device, nullptr, none, nullptr, OC, C, false);
+        fp8_product<bf16>(dev, &f, product.device, {left_codes, 0, type}, {weight_codes, 1, FP8_E4M3},
+                          forward ? bias.device : nullptr, N, OC, C, true, false);
+    }
 };
 
-GeluProducts gelu_products_open(Room* room, int64_t N, int C, int OC, Fp8Type type) {
-    const Device* dev = room->dev;
-    GeluProducts p;
-    p.left = Array<bf16>(dev, N * C, 1, 1.0f), p.weight = Array<bf16>(dev, (int64_t)OC * C, 2, 0.1f);
-    p.bias = Array<bf16>(dev, OC, 3, 1.0f), p.pre = Array<bf16>(dev, N * OC, 4, 3.0f);
-    p.want = Array<bf16>(dev, N * OC), p.dbias = Array<float>(dev, OC);
-    p.f = scales_open(room, 6);
-    for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.columns, &p.cast, &p.cast_columns}) {
-        const int64_t n = codes == &p.left_codes ? N * C : codes == &p.weight_codes ? (int64_t)OC * C : N * OC;
-        *codes = room->device<uint8_t>(n);
-    }
-    p.scratch = (float*)room->device<char>(matmul_backward_gelu_scratch_bytes(dev, N, OC));
-    fp8_begin(dev, &p.f);
-    const Fp8Operand left = {p.left_codes, nullptr, 0, type}, right = {p.weight_codes, nullptr, 1, FP8_E4M3};
-    float* none = nullptr;
-    fp8_cast<bf16>(dev, &p.f, &left, FP8_COPY, p.left.device, nullptr, none, nullptr, N, C, false);
-    fp8_cast<bf16>(dev, &p.f, &right, FP8_COPY, p.weight.device, nullptr, none, nullptr, OC, C, false);
-    p.f.use_current_scaling = false;
-    for (int slot : {2, 3}) fp8_fix(dev, &p.f, slot, 1.5f, type);
-    return p;
-}
-
-// Elements in which the kernel's codes differ from the cast's, by value, more than by one step of the larger's place
-// and `beside`, what the product may be off by. Slot 2 is the kernel's, 3 the cast's.
-int64_t codes_apart(Room* room, const GeluProducts* p, int64_t n, Fp8Type type, double beside) {
-    const uint8_t *got = room->to_host(p->codes, n), *want = room->to_host(p->cast, n);
-    const float inverse = *room->to_host(p->f.scale_inv + 8, 1);
-    int64_t apart = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const double a = fp8_decode(got[i], type) * inverse, b = fp8_decode(want[i], type) * inverse;
-        const double step = fmax(fmax(fabs(a), fabs(b)) * (type == FP8_E4M3 ? 0.125 : 0.25), 0x1p-9 * inverse);
-        apart += !(fabs(a - b) <= step + beside);
-    }
-    return apart;
-}
-
-// Codes by columns are those by rows, transposed.
-void check_columns(Test* test, Room* room, const GeluProducts* p, int64_t N, int OC) {
-    const uint8_t *rows = room->to_host(p->codes, N * OC), *columns = room->to_host(p->columns, N * OC);
-    int64_t differ = 0;
-    for (int64_t n = 0; n < N; n++)
-        for (int c = 0; c < OC; c++) differ += rows[n * OC + c] != columns[c * N + n];
-    expect(differ == 0, "%lld x %d: %lld codes by columns are not those by rows", (long long)N, OC, (long long)differ);
-}
-
-// pre against cuBLASLt's product, within both products' cuts (check_product); its GELU's codes and the counters against
-// a cast of the very pre, to the bit.
+// pre against cuBLASLt's product; its GELU's codes and the counters against a cast of the very pre, to the bit.
 void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
-    Room room(dev);
-    GeluProducts p = gelu_products_open(&room, N, C, OC, FP8_E4M3);
-    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, FP8_E4M3};
-    const MatmulGeluFp8 codes = {{}, nullptr, nullptr, nullptr, p.columns, out, p.f.scale_inv, p.f.scale_inv + 4};
-    fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, FP8_E4M3}, {p.weight_codes, 1, FP8_E4M3},
-                      p.bias.device, N, OC, C, true, false);
-    const bf16* stored = room.to_host(p.want.device, N * OC);
-    float* want = room.host<float>(N * OC);
-    for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
-    const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1);
-    check_output<bf16>(test, worst, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
-        matmul_gelu_fp8_forward(dev, codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
-    });
-    const uint32_t* found = room.to_host(p.f.amax, 7);
-    const Fp8Operand cast = {p.cast, p.cast_columns, 3, FP8_E4M3};
-    fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU, p.pre.device, nullptr, (float*)nullptr, nullptr, N, OC, false);
-    const uint8_t *got = room.to_host(p.codes, N * OC), *other = room.to_host(p.cast, N * OC);
-    int64_t differ = 0;
-    for (int64_t i = 0; i < N * OC; i++) differ += got[i] != other[i];
-    expect(differ == 0, "%lld x %d x %d: %lld codes of GELU differ from the cast's", (long long)N, OC, C,
-           (long long)differ);
-    check_columns(test, &room, &p, N, OC);
-    const uint32_t* after = room.to_host(p.f.amax, 7);
-    expect(found[2] == after[3] && found[2] > 0, "largest magnitude %08x, the cast's %08x", found[2], after[3]);
-    const uint32_t once = after[6] - found[6];
-    expect(once > 0 && found[6] == 2 * once, "%u saturated in two runs, in the cast %u", found[6], once);
+    GeluProducts p(dev, N, C, OC, FP8_E4M3, true);
+    p.product.read(p.pre.want);
+    const auto run = [&] {
+        matmul_gelu_fp8_forward(dev, p.codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
+    };
+    check_outputs(test, worst, run, {{"pre", &p.pre, p.cut + product_bound(C, 0.1)}});
+    made_check(test, &p.made, "GELU", FP8_GELU, p.pre.device, FP8_E4M3, 2);
 }
 
 // Codes of (dout W) * gelu'(pre), and the sums of their columns, against cuBLASLt's product and a cast.
 void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
-    Room room(dev);
-    GeluProducts p = gelu_products_open(&room, N, C, OC, type);
-    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, type};
-    const MatmulGeluFp8 codes = {{}, nullptr, nullptr, nullptr, p.columns, out, p.f.scale_inv, p.f.scale_inv + 4};
-    fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, type}, {p.weight_codes, 1, FP8_E4M3},
-                      (const bf16*)nullptr, N, OC, C, true, false);
-    const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
-    fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU_BACKWARD, p.want.device, p.pre.device, p.dbias.device, p.scratch, N, OC,
-                   false);
-    const float* want = room.to_host(p.dbias.device, OC);
-    // The products are off by their cut; both d by a rounding to bf16 of at most C * 0.1 / 4 or so in size.
-    const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1), size = 0.1 * sqrt((double)C);
-    check_output<float>(test, worst, "dbias", &p.dbias, nullptr, want,
-                        sqrt((double)N) * 6 * (cut + size * epsilon<bf16>()), [&] {
-                            matmul_gelu_fp8_backward<float>(dev, codes, p.dbias.device, p.scratch, p.left_codes,
-                                                            p.weight_codes, p.pre.device, N, OC, C, false);
-                        });
-    const int64_t apart = codes_apart(&room, &p, N * OC, type, cut + size * epsilon<bf16>());
-    expect(apart == 0, "%lld x %d x %d, type %d: %lld codes are too far from the cast's", (long long)N, OC, C, type,
-           (long long)apart);
-    check_columns(test, &room, &p, N, OC);
-    const uint32_t* found = room.to_host(p.f.amax, 7);
-    float magnitude[2];
-    memcpy(magnitude, found + 2, sizeof(magnitude));
-    expect(fabs(magnitude[0] - magnitude[1]) <= cut + 2 * epsilon<bf16>() * magnitude[1] && magnitude[0] > 0,
-           "largest magnitude %g, the cast's %g", magnitude[0], magnitude[1]);
+    GeluProducts p(dev, N, C, OC, type, false);
+    const Fp8Operand cast = {p.made.want[0], p.made.want[1], 1, type};
+    fp8_cast<bf16>(dev, &p.made.g, &cast, FP8_GELU_BACKWARD, p.product.device, p.pre.device, p.dbias.device, p.scratch,
+                   N, OC, false);
+    p.dbias.read(p.dbias.want);
+    // Both d are off by a rounding to bf16 of at most C * 0.1 / 4 or so in size besides.
+    const double off = p.cut + 0.1 * sqrt((double)C) * epsilon<bf16>();
+    const auto run = [&] {
+        matmul_gelu_fp8_backward<float>(dev, p.codes, p.dbias.device, p.scratch, p.left_codes, p.weight_codes,
+                                        p.pre.device, N, OC, C, false);
+    };
+    check_outputs(test, worst, run, {{"dbias", &p.dbias, sqrt((double)N) * 6 * off}});
+    // By value a code may be off by one step of the larger's place, and by what the product is.
+    const uint8_t *got = p.room.to_host(p.made.rows, N * OC), *want = p.room.to_host(p.made.want[0], N * OC);
+    const uint8_t* columns = p.room.to_host(p.made.columns, N * OC);
+    const float inverse = *p.room.to_host(p.made.f.scale_inv + 4, 1);
+    int64_t apart = 0, turned = 0;
+    for (int64_t i = 0; i < N * OC; i++) {
+        const double a = fp8_decode(got[i], type) * inverse, b = fp8_decode(want[i], type) * inverse;
+        const double step = fmax(fmax(fabs(a), fabs(b)) * (type == FP8_E4M3 ? 0.125 : 0.25), 0x1p-9 * inverse);
+        apart += !(fabs(a - b) <= step + off);
+        turned += columns[i % OC * N + i / OC] != got[i];
+    }
+    expect(apart == 0 && turned == 0, "%lld x %d x %d, type %d: %lld codes are off, %lld by columns are others",
+           (long long)N, OC, C, type, (long long)apart, (long long)turned);
+    float ours, theirs;
+    memcpy(&ours, p.room.to_host(p.made.f.amax + 1, 1), 4), memcpy(&theirs, p.room.to_host(p.made.g.amax + 1, 1), 4);
+    expect(fabs(ours - theirs) <= p.cut + 2 * epsilon<bf16>() * theirs && ours > 0,
+           "largest magnitude %g, the cast's %g", ours, theirs);
 }
 
 OPERATOR_TEST(fp8_gelu_products_gpu) {
     if (!matmul_gelu_fp8_fits(&dev, 4096, 3072, 768)) skip("needs compute capability 9.0 and a build for it");
-    check_forward_gelu(test, &worst, &dev, 2048, 400, 2304);
-    check_forward_gelu(test, &worst, &dev, 4096, 80, 1536);
-    check_forward_gelu(test, &worst, &dev, 4096, 768, 3072);
-    check_forward_gelu(test, &worst, &dev, 2048, 1600, 6400);
-    for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
-        check_backward_gelu(test, &worst, &dev, 2048, 400, 2304, type);
-        check_backward_gelu(test, &worst, &dev, 4096, 80, 1536, type);
-        check_backward_gelu(test, &worst, &dev, 4096, 768, 3072, type);
-        check_backward_gelu(test, &worst, &dev, 2048, 1600, 6400, type);
+    const int shapes[][3] = {{2048, 400, 2304}, {4096, 80, 1536}, {4096, 768, 3072}, {2048, 1600, 6400}};
+    for (auto& s : shapes) {
+        check_forward_gelu(test, &worst, &dev, s[0], s[1], s[2]);
+        for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) check_backward_gelu(test, &worst, &dev, s[0], s[1], s[2], type);
     }
 }
 

@@ -1,7 +1,7 @@
 // Unit tests of the operators in kernels/ (attention and the classifier have their own files). Two kinds:
 //   cpu_*       the helpers of the plain C path against libm, or against plain loops bit for bit;
-//   *_gpu       the kernels against the plain C version on the same (rounded) inputs, at odd shapes, with outputs full
-//               of NaN beforehand, guard elements behind them, and a second run that must give the same bits.
+//   the others  launchers against the plain C version on the same (rounded) inputs, at odd shapes, with outputs full of
+//               NaN beforehand, guard elements behind them, and a second run that must give the same bits.
 // The plain C version itself is held to PyTorch's float64 by model_golden, with the gradient of every tensor.
 // kernels.h has what they share.
 #include <malloc.h>
@@ -104,57 +104,48 @@ Positions positions_create(int count, int V, double skew) {
     return p;
 }
 
-// GPU: the kernels against the plain C version.
+// The operators.
 
 template <typename X>
-void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
+void gelu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     Array<X> x(dev, n, 1, 12.0f), out(dev, n), d(dev, n, 2, 1.0f);
-    Room room(dev);
-    float *want = room.host<float>(n), *dwant = room.copy(d.host, n), *before = room.copy(d.host, n);
-    gelu_forward_cpu(want, x.host, n);
-    gelu_backward_inplace_cpu(dwant, x.host, n);
-    check_output(test, worst, "gelu", &out, nullptr, want, EPS32, [&] { gelu_forward(dev, out.device, x.device, n); });
-    check_output(test, worst, "dgelu", &d, before, dwant, 4 * EPS32,
-                 [&] { gelu_backward_inplace(dev, d.device, x.device, n); });
+    gelu_forward_cpu(out.want, x.host, n);
+    gelu_backward_inplace_cpu(d.want, x.host, n);
+    const auto run = [&] {
+        gelu_forward(dev, out.device, x.device, n);
+        gelu_backward_inplace(dev, d.device, x.device, n);
+    };
+    check_outputs(test, worst, run, {{"gelu", &out, EPS32}, {"dgelu", &d, 4 * EPS32}});
 }
 
-OPERATOR_TEST(gelu_gpu) {
+OPERATOR_BOTH(gelu) {
     for (int64_t n : {1, 7, 8, 2049, 1000003}) {
-        gelu_gpu_case<float>(test, &worst, &dev, n);
-        gelu_gpu_case<bf16>(test, &worst, &dev, n);
+        in_inputs(dev, [&](auto x) { gelu_case<decltype(x)>(test, &worst, &dev, n); });
     }
 }
 
+// Three ways: a sum is normalised, and kept in a third place or in the first operand's; or one operand alone.
 template <typename X>
-void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C) {
+void layernorm_forward_case(Test* test, double* worst, const Device* dev, int64_t N, int C) {
     Array<X> x(dev, N * C, 1, 1.0f), y(dev, N * C, 2, 1.0f), weight(dev, C, 3, 1.0f), bias(dev, C, 4, 1.0f),
         sum(dev, N * C), out(dev, N * C);
     Array<float> mean(dev, N), rstd(dev, N);
-    Room room(dev);
-    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.copy(x.host, N * C);
-    float *want_mean = room.host<float>(N), *want_rstd = room.host<float>(N);
-    double bound = EPS32 * (8 + sqrt((double)C));
-    for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(x.host[i] + y.host[i]));
-    layernorm_forward_cpu(want, want_mean, want_rstd, want_sum, weight.host, bias.host, N, C);
-    auto fused = [&] {
-        residual_layernorm_forward(dev, sum.device, out.device, mean.device, rstd.device, x.device, y.device,
-                                   weight.device, bias.device, N, C);
-    };
-    check_output(test, worst, "residual", &sum, nullptr, want_sum, EPS32, fused);
-    check_output(test, worst, "out", &out, nullptr, want, bound, fused);
-    check_output(test, worst, "mean", &mean, nullptr, want_mean, bound, fused);
-    check_output(test, worst, "rstd", &rstd, nullptr, want_rstd, bound, fused);
-    check_output(test, worst, "residual in place", &x, before, want_sum, EPS32, [&] {
-        residual_layernorm_forward(dev, x.device, out.device, mean.device, rstd.device, x.device, y.device,
-                                   weight.device, bias.device, N, C);
-    });
-    x.set(before);
-    layernorm_forward_cpu(want, want_mean, want_rstd, x.host, weight.host, bias.host, N, C);
-    auto alone = [&] {
-        layernorm_forward(dev, out.device, mean.device, rstd.device, x.device, weight.device, bias.device, N, C);
-    };
-    check_output(test, worst, "out alone", &out, nullptr, want, bound, alone);
-    check_output(test, worst, "rstd alone", &rstd, nullptr, want_rstd, bound, alone);
+    const double bound = EPS32 * (8 + sqrt((double)C));
+    for (int way = 0; way < 3; way++) {
+        Array<X>* to = way == 0 ? &sum : &x;
+        for (int64_t i = 0; i < N * C; i++)
+            to->want[i] = to_float(from_float<X>(x.host[i] + (way < 2 ? y.host[i] : 0)));
+        layernorm_forward_cpu(out.want, mean.want, rstd.want, to->want, weight.host, bias.host, N, C);
+        const auto run = [&] {
+            if (way == 2)
+                return layernorm_forward(dev, out.device, mean.device, rstd.device, x.device, weight.device,
+                                         bias.device, N, C);
+            residual_layernorm_forward(dev, to->device, out.device, mean.device, rstd.device, x.device, y.device,
+                                       weight.device, bias.device, N, C);
+        };
+        check_outputs(test, worst, run,
+                      {{"residual", to, EPS32}, {"out", &out, bound}, {"mean", &mean, bound}, {"rstd", &rstd, bound}});
+    }
 }
 
 // Rows of 1 to 8 vectors a lane, longer ones, and such as leave room for one stage alone (12288 in fp32).
@@ -162,54 +153,55 @@ const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768
                                    {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192},
                                    {9, 512},   {9, 640},  {9, 1024},  {9, 2048},   {150, 12288}};
 
-OPERATOR_TEST(layernorm_forward_gpu) {
-    for (auto& shape : LAYERNORM_SHAPES) {
-        layernorm_forward_gpu_case<float>(test, &worst, &dev, shape[0], shape[1]);
-        layernorm_forward_gpu_case<bf16>(test, &worst, &dev, shape[0], shape[1]);
+OPERATOR_BOTH(layernorm_forward) {
+    for (auto& s : LAYERNORM_SHAPES) {
+        in_inputs(dev, [&](auto x) { layernorm_forward_case<decltype(x)>(test, &worst, &dev, s[0], s[1]); });
     }
 }
 
+// The second time with the column sums of dinp, which are those of the values that dinp has on return.
 template <typename X, typename G>
-void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, bool accumulate) {
+void layernorm_backward_case(Test* test, double* worst, const Device* dev, int64_t N, int C, bool accumulate,
+                             int runs = 2) {
     Array<X> d(dev, N * C, 1, 1.0f), x(dev, N * C, 2, 1.0f), weight(dev, C, 3, 1.0f), dinp(dev, N * C, 4, 1.0f);
-    Array<G> dweight(dev, C, 5, 1.0f), dbias(dev, C, 6, 1.0f);
+    Array<G> dweight(dev, C, 5, 1.0f, accumulate), dbias(dev, C, 6, 1.0f, accumulate),
+        columns(dev, C, 9, 1.0f, accumulate);
     Array<float> mean(dev, N, 7, 0.1f), rstd(dev, N, 8, 0.5f);
     Room room(dev);
     float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<X>(dev, C));
-    float *begin = room.copy(dinp.host, N * C), *want = room.copy(dinp.host, N * C);
-    float *begin_weight = room.copy(dweight.host, C), *want_weight = room.copy(dweight.host, C);
-    float *begin_bias = room.copy(dbias.host, C), *want_bias = room.copy(dbias.host, C);
-    layernorm_backward_cpu(want, want_weight, want_bias, nullptr, d.host, x.host, weight.host, mean.host, rstd.host, N,
-                           C, accumulate);
-    auto run = [&] {
-        layernorm_backward(dev, dinp.device, dweight.device, dbias.device, (G*)nullptr, scratch, d.device, x.device,
-                           weight.device, mean.device, rstd.device, N, C, accumulate);
-    };
-    double bound = EPS32 * (4 + 0.5 * sqrt((double)C)), bound_sum = product_bound(N, 1.0);
-    check_output(test, worst, "dinp", &dinp, begin, want, bound, run);
-    check_output(test, worst, "dweight", &dweight, accumulate ? begin_weight : nullptr, want_weight, bound_sum, run);
-    check_output(test, worst, "dbias", &dbias, accumulate ? begin_bias : nullptr, want_bias, bound_sum, run);
-    // The column sums are those of the values that dinp has on return.
-    dinp.set(begin);
-    run();
-    const X* rounded = room.to_host(dinp.device, N * C);
-    for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
-    memcpy(want_bias, begin_bias, C * sizeof(float));
-    column_sum_cpu(want_bias, want, N, C, accumulate);
-    check_output(test, worst, "dcolumns", &dbias, accumulate ? begin_bias : nullptr, want_bias, 2 * bound_sum, [&] {
-        dinp.set(begin);
-        layernorm_backward(dev, dinp.device, dweight.device, (G*)nullptr, dbias.device, scratch, d.device, x.device,
-                           weight.device, mean.device, rstd.device, N, C, accumulate);
-    });
+    layernorm_backward_cpu(dinp.want, dweight.want, dbias.want, nullptr, d.host, x.host, weight.host, mean.host,
+                           rstd.host, N, C, accumulate);
+    const double bound = EPS32 * (4 + 0.5 * sqrt((double)C)), bound_sum = product_bound(N, 1.0);
+    for (bool sums : {false, true}) {
+        const auto run = [&] {
+            layernorm_backward(dev, dinp.device, dweight.device, dbias.device, sums ? columns.device : (G*)nullptr,
+                               scratch, d.device, x.device, weight.device, mean.device, rstd.device, N, C, accumulate);
+        };
+        if (sums) {
+            std::vector<float> rounded((size_t)(N * C));
+            dinp.read(rounded.data());
+            column_sum_cpu(columns.want, rounded.data(), N, C, accumulate);
+        }
+        const Output outputs[] = {{"dinp", &dinp, bound},
+                                  {"dweight", &dweight, bound_sum},
+                                  {"dbias", &dbias, bound_sum},
+                                  {"dcolumns", &columns, 2 * bound_sum}};
+        check_outputs(test, worst, run, outputs, sums ? 4 : 3, sums ? runs : 2);
+    }
 }
 
-OPERATOR_TEST(layernorm_backward_gpu) {
-    for (auto& shape : LAYERNORM_SHAPES) {
-        for (int accumulate = 0; accumulate < 2; accumulate++) {
-            layernorm_backward_gpu_case<float, float>(test, &worst, &dev, shape[0], shape[1], accumulate);
-            layernorm_backward_gpu_case<bf16, float>(test, &worst, &dev, shape[0], shape[1], accumulate);
-            layernorm_backward_gpu_case<bf16, bf16>(test, &worst, &dev, shape[0], shape[1], accumulate);
+OPERATOR_BOTH(layernorm_backward) {
+    for (auto& s : LAYERNORM_SHAPES) {
+        for (bool accumulate : {false, true}) {
+            in_types(dev, [&](auto x, auto g) {
+                layernorm_backward_case<decltype(x), decltype(g)>(test, &worst, &dev, s[0], s[1], accumulate);
+            });
         }
+    }
+    // A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for
+    // one of them, few runs of many would show it.
+    for (int C : {384, 768, 1280, 1600}) {
+        if (dev.gpu) layernorm_backward_case<bf16, float>(test, &worst, &dev, 3001, C, false, 60);
     }
 }
 
@@ -253,32 +245,6 @@ TEST(layernorm_backward_refused) {
     expect(!strstr(wide.text, "--matmul"), "%s", wide.text);
 }
 
-// A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for one of
-// them, few runs of many would show it.
-TEST(layernorm_backward_again_gpu) {
-    Device dev = test_device(true);
-    const int64_t N = 3001;
-    for (int C : {384, 768, 1280, 1600}) {
-        Array<bf16> d(&dev, N * C, 1, 1.0f), x(&dev, N * C, 2, 1.0f), weight(&dev, C, 3, 1.0f),
-            begin(&dev, N * C, 4, 1.0f), dinp(&dev, N * C, 4, 1.0f);
-        Array<float> sums(&dev, 3 * C, 5, 1.0f), mean(&dev, N, 7, 0.1f), rstd(&dev, N, 8, 0.5f);
-        Room room(&dev);
-        float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<bf16>(&dev, C));
-        int64_t bytes = N * C * sizeof(bf16), sum_bytes = 3 * C * sizeof(float);
-        char* got[2] = {room.host<char>(bytes + sum_bytes), room.host<char>(bytes + sum_bytes)};
-        int differ = 0;
-        for (int i = 0; i < 60; i++) {
-            check(cudaMemcpyAsync(dinp.device, begin.device, bytes, cudaMemcpyDeviceToDevice, dev.stream));
-            layernorm_backward(&dev, dinp.device, sums.device, sums.device + C, sums.device + 2 * C, scratch, d.device,
-                               x.device, weight.device, mean.device, rstd.device, N, C, false);
-            copy_to_host(&dev, got[i > 0], dinp.device, bytes);
-            copy_to_host(&dev, got[i > 0] + bytes, sums.device, sum_bytes);
-            differ += i > 0 && memcmp(got[0], got[1], bytes + sum_bytes) != 0;
-        }
-        expect(differ == 0, "C %d: %d of 59 runs differ from the first", C, differ);
-    }
-}
-
 float largest(const float* values, int64_t n) {
     float top = 0.0f;
     for (int64_t i = 0; i < n; i++) top = fmaxf(top, fabsf(values[i]));
@@ -292,191 +258,164 @@ double kernel_bound(const Device* dev, int64_t K, double scale) {
     return product_bound(K, scale) + (sizeof(X) == 2 ? tensor_cores : 0.0);
 }
 
+// Without a bias, with one, and with GELU behind it.
 template <typename X>
-void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
+void matmul_forward_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
     Array<X> inp(dev, N * C, 1, 1.0f), bias(dev, OC, 3, 1.0f), weight(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C)),
         out(dev, N * OC), pre(dev, N * OC);
-    Room room(dev);
-    float *want = room.host<float>(N * OC), *want_pre = room.host<float>(N * OC);
-    const X* no_bias = nullptr;
-    X* no_pre = nullptr;
     double bound = kernel_bound<X>(dev, C, 2.0 / sqrt(C));
-    matmul_forward_cpu(want, nullptr, inp.host, weight.host, nullptr, N, C, OC);
-    check_output(test, worst, "out", &out, nullptr, want, bound,
-                 [&] { matmul_forward(dev, out.device, no_pre, inp.device, weight.device, no_bias, N, C, OC); });
-    matmul_forward_cpu(want, nullptr, inp.host, weight.host, bias.host, N, C, OC);
-    check_output(test, worst, "out with bias", &out, nullptr, want, bound,
-                 [&] { matmul_forward(dev, out.device, no_pre, inp.device, weight.device, bias.device, N, C, OC); });
-    matmul_forward_cpu(want, want_pre, inp.host, weight.host, bias.host, N, C, OC);
-    auto gelu = [&] { matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC); };
-    check_output(test, worst, "pre_gelu", &pre, nullptr, want_pre, bound, gelu);
-    // The slope of GELU is at most 1.13, and in bf16 its input may have been rounded and its tanh is the hardware's.
-    double bound_gelu = 1.13 * (bound + (sizeof(X) == 2 ? epsilon<X>() * largest(want_pre, N * OC) : 8 * EPS32));
-    check_output(test, worst, "gelu", &out, nullptr, want, bound_gelu, gelu);
+    for (int way = 0; way < 3; way++) {
+        matmul_forward_cpu(out.want, way == 2 ? pre.want : nullptr, inp.host, weight.host, way ? bias.host : nullptr, N,
+                           C, OC);
+        const auto run = [&] {
+            matmul_forward(dev, out.device, way == 2 ? pre.device : (X*)nullptr, inp.device, weight.device,
+                           way ? bias.device : (const X*)nullptr, N, C, OC);
+        };
+        const double pre_bound = bound;
+        // The slope of GELU is at most 1.13, and in bf16 its input may have been rounded and its tanh is the
+        // hardware's.
+        if (way == 2) bound = 1.13 * (bound + (sizeof(X) == 2 ? epsilon<X>() * largest(pre.want, N * OC) : 8 * EPS32));
+        const Output outputs[] = {{"out", &out, bound}, {"pre_gelu", &pre, pre_bound}};
+        check_outputs(test, worst, run, outputs, way == 2 ? 2 : 1);
+    }
+}
+
+// The products next to GELU of our own give GELU the bits of the kernel that computes it again.
+template <typename X>
+void matmul_gelu_case([[maybe_unused]] Test* test, [[maybe_unused]] const Device* dev, int64_t N, int C, int OC) {
+#ifdef __CUDACC__
+    if (!hopper_runs(dev, matmul_gelu_kernel<true>)) return;
+    expect(matmul_gelu_fits(dev, N, OC, C), "(%lld, %d) x %d goes to cuBLASLt", (long long)N, OC, C);
+    Array<X> inp(dev, N * C, 1, 1.0f), bias(dev, OC, 3, 1.0f), weight(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C)),
+        out(dev, N * OC), pre(dev, N * OC), again(dev, N * OC);
+    matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC);
+    gelu_forward(dev, again.device, pre.device, N * OC);
+    expect(out.bytes() == again.bytes(), "(%lld, %d) x %d: GELU in the product has other bits", (long long)N, OC, C);
+#endif
 }
 
 template <typename X, typename G>
-void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
-                                    bool accumulate) {
+void matmul_backward_input_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
+                                bool accumulate) {
     Array<X> d(dev, N * OC, 1, 1.0f), pre(dev, N * C, 3, 4.0f),
         weight(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)OC)), dinp(dev, N * C);
-    Array<G> dbias(dev, C, 4, 1.0f);
+    Array<G> dbias(dev, C, 4, 1.0f, accumulate);
     Room room(dev);
-    float *want = room.host<float>(N * C), *want_bias = room.host<float>(C);
-    const float* begin = accumulate ? room.copy(dbias.host, C) : nullptr;
     float* scratch = (float*)room.device<char>(matmul_backward_gelu_scratch_bytes(dev, N, C));
     double bound = kernel_bound<X>(dev, OC, 2.0 / sqrt(OC));
-    matmul_backward_input_cpu(want, d.host, weight.host, N, C, OC);
-    check_output(test, worst, "dinp", &dinp, nullptr, want, bound,
-                 [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, N, C, OC); });
+    matmul_backward_input_cpu(dinp.want, d.host, weight.host, N, C, OC);
+    const auto plain = [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, N, C, OC); };
+    check_outputs(test, worst, plain, {{"dinp", &dinp, bound}});
     // In bf16 the slope may come from the hardware's tanh, good to 2^-11; 0.5 x sqrt(2/pi) (1 + 0.134 x^2) makes up to
     // 4 of it for |x| < 4, twice that through the square.
-    bound += largest(want, N * C) * (sizeof(X) == 2 ? 8.0 / 2048 : 8 * EPS32);
-    matmul_backward_gelu_cpu(want, want_bias, d.host, weight.host, pre.host, N, C, OC, false);
-    auto run = [&] {
+    const double size = largest(dinp.want, N * C);
+    bound += size * (sizeof(X) == 2 ? 8.0 / 2048 : 8 * EPS32);
+    const auto run = [&] {
         matmul_backward_gelu(dev, dinp.device, dbias.device, scratch, d.device, weight.device, pre.device, N, C, OC,
                              accumulate);
     };
-    check_output(test, worst, "dinp dgelu", &dinp, nullptr, want, bound, run);
     // The bias gradient is the column sums of the values that dinp has on return.
-    const X* rounded = room.to_host(dinp.device, N * C);
-    for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
-    for (int c = 0; c < C; c++) want_bias[c] = dbias.host[c];
-    column_sum_cpu(want_bias, want, N, C, accumulate);
-    check_output(test, worst, "dbias dgelu", &dbias, begin, want_bias, product_bound(N, largest(want, N * C)), run);
+    std::vector<float> rounded((size_t)(N * C)), unused((size_t)C);
+    dbias.set(dbias.host), run(), dinp.read(rounded.data());
+    column_sum_cpu(dbias.want, rounded.data(), N, C, accumulate);
+    matmul_backward_gelu_cpu(dinp.want, unused.data(), d.host, weight.host, pre.host, N, C, OC, false);
+    check_outputs(
+        test, worst, run,
+        {{"dinp dgelu", &dinp, bound}, {"dbias dgelu", &dbias, product_bound(N, largest(rounded.data(), N * C))}});
 }
 
 template <typename X, typename G>
-void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
-                                     bool accumulate) {
+void matmul_backward_weight_case(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC,
+                                 bool accumulate) {
+    const int64_t n = (int64_t)OC * C;
     Array<X> d(dev, N * OC, 1, 1.0f), inp(dev, N * C, 2, 1.0f);
-    int64_t n = (int64_t)OC * C;
-    Array<G> dweight(dev, n, 3, 1.0f), dbias(dev, OC, 4, 1.0f);
+    Array<G> dweight(dev, n, 3, 1.0f, accumulate), dbias(dev, OC, 4, 1.0f, accumulate);
     Room room(dev);
     float* scratch = (float*)room.device<char>(matmul_backward_bias_scratch_bytes(dev, OC));
-    float *begin = room.copy(dweight.host, n), *want = room.copy(dweight.host, n);
-    CpuGemm gemm = {OC, C, N, d.host, 1, OC, inp.host, C, 1, want, accumulate};
+    CpuGemm gemm = {OC, C, N, d.host, 1, OC, inp.host, C, 1, dweight.want, accumulate};
     exact_gemm(&gemm);
+    column_sum_cpu(dbias.want, d.host, N, OC, accumulate);
     double bound = sizeof(X) == 2 ? tensor_core_bound(tensor_core(dev->compute), N, 1.0) : product_bound(N, 1.0);
     // cuBLASLt rounds a product to bf16 before it adds it to bf16: half a step, 2^-8, of the largest product more.
-    if (accumulate && sizeof(G) == 2) {
-        float* product = room.host<float>(n);
-        for (int64_t i = 0; i < n; i++) product[i] = want[i] - begin[i];
-        bound += largest(product, n) / 256;
-    }
-    check_output(test, worst, "dweight", &dweight, accumulate ? begin : nullptr, want, bound,
-                 [&] { matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate); });
-    begin = room.copy(dbias.host, OC), want = room.copy(dbias.host, OC);
-    column_sum_cpu(want, d.host, N, OC, accumulate);
-    check_output(test, worst, "dbias", &dbias, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
-                 [&] { matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate); });
+    float product = 0.0f;
+    for (int64_t i = 0; i < n && accumulate; i++) product = fmaxf(product, fabsf(dweight.want[i] - dweight.host[i]));
+    if (sizeof(G) == 2) bound += product / 256;
+    const auto run = [&] {
+        matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate);
+        matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate);
+    };
+    check_outputs(test, worst, run, {{"dweight", &dweight, bound}, {"dbias", &dbias, product_bound(N, 1.0)}});
 }
 
 const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
                                 {37, 64, 50304},   {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288},
                                 {3000, 456, 1544}, {3000, 1544, 456}};
 
-OPERATOR_TEST(matmul_forward_gpu) {
+OPERATOR_BOTH(matmul_forward) {
     for (auto& s : MATMUL_SHAPES) {
-        matmul_forward_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
-        matmul_forward_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
+        if (!affordable(dev, (double)s[0] * s[1] * s[2])) continue;
+        in_inputs(dev, [&](auto x) { matmul_forward_case<decltype(x)>(test, &worst, &dev, s[0], s[1], s[2]); });
     }
+    // Shapes with rows, columns and steps over, blocks with one tile and with two.
+    matmul_gelu_case<bf16>(test, &dev, 3000, 456, 1544);
+    matmul_gelu_case<bf16>(test, &dev, 16384, 768, 3072);
+    matmul_gelu_case<bf16>(test, &dev, 20001, 1600, 264);
 }
 
-TEST(matmul_backward_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0, worst_sum = 0.0;
+OPERATOR_BOTH(matmul_backward) {
+    double of_sums = 0.0;  // that of tensor cores in fp32 is shown by itself
     for (auto& s : MATMUL_SHAPES) {
-        for (int accumulate = 0; accumulate < 2; accumulate++) {
-            matmul_backward_input_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
-            matmul_backward_input_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
-            matmul_backward_input_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
-            matmul_backward_weight_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
-            matmul_backward_weight_gpu_case<bf16, float>(test, &worst_sum, &dev, s[0], s[1], s[2], accumulate);
-            matmul_backward_weight_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+        if (!affordable(dev, (double)s[0] * s[1] * s[2])) continue;
+        for (bool accumulate : {false, true}) {
+            in_types(dev, [&](auto x, auto g) {
+                typedef decltype(x) X;
+                typedef decltype(g) G;
+                double* its = sizeof(X) < sizeof(G) ? &of_sums : &worst;
+                matmul_backward_input_case<X, G>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
+                matmul_backward_weight_case<X, G>(test, its, &dev, s[0], s[1], s[2], accumulate);
+            });
         }
     }
-    note(test, "worst %.2f of bound, of tensor cores' sums in fp32 %.2f", worst, worst_sum);
+    note(test, "tensor cores' sums %.2f of bound", of_sums);
 }
-
-#ifdef __CUDACC__
-// The product with GELU of our own at shapes with rows, columns and steps over, blocks with one tile and with two:
-// that it takes part in the tests above on a GPU that has it, that GELU has the bits of the kernel that computes it
-// again, and that a second run has the bits of the first.
-void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int OC) {
-    Array<bf16> inp(dev, N * C, 1, 1.0f), bias(dev, OC, 3, 1.0f),
-        weight(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C)), out(dev, N * OC), pre(dev, N * OC), again(dev, N * OC),
-        d(dev, N * C, 5, 1.0f);
-    Array<float> dbias(dev, OC, 4, 1.0f);
-    Room room(dev);
-    float *scratch = (float*)room.device<char>(matmul_gelu_scratch_bytes(N, OC)), *sums[2];
-    bf16* bits[2];
-    expect(matmul_gelu_fits(dev, N, OC, C), "(%lld, %d) x %d goes to cuBLASLt", (long long)N, OC, C);
-    matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC);
-    gelu_forward(dev, again.device, pre.device, N * OC);
-    for (int run = 0; run < 2; run++) bits[run] = room.to_host(run ? again.device : out.device, N * OC);
-    expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "GELU in the product has other bits than the kernel");
-    for (int run = 0; run < 2; run++) {  // weight as (C, OC): that of the layer above
-        device_zero(dev, again.device, N * OC * sizeof(bf16));
-        matmul_backward_gelu(dev, again.device, dbias.device, scratch, d.device, weight.device, pre.device, N, OC, C,
-                             false);
-        bits[run] = room.to_host(again.device, N * OC), sums[run] = room.to_host(dbias.device, OC);
-    }
-    expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "the second backward pass has other bits");
-    expect(memcmp(sums[0], sums[1], OC * sizeof(float)) == 0, "the second bias gradient has other bits");
-}
-
-TEST(matmul_gelu_gpu) {
-    Device dev = test_device(true);
-    if (hopper_runs(&dev, matmul_gelu_kernel<true>)) {
-        matmul_gelu_gpu_case(test, &dev, 3000, 456, 1544);
-        matmul_gelu_gpu_case(test, &dev, 16384, 768, 3072);
-        matmul_gelu_gpu_case(test, &dev, 20001, 1600, 264);
-    }
-}
-#endif
 
 template <typename X, typename G>
-void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {
+void embedding_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {
     int64_t n = (int64_t)B * T * C, table = (int64_t)Vp * C, places = (int64_t)T * C;
     Positions p = positions_create(B * T, V, skew);
     Room room(dev);
     int *tokens = room.to_device(p.tokens, B * T), *order = room.to_device(p.order, B * T);
     int* bucket = room.to_device(p.bucket, 2 * (p.buckets + 1));
+    const bool tied = std::is_same_v<G, float>;  // then the gradient is the sum
     Array<X> wte(dev, table, 1, 1.0f), wpe(dev, places, 2, 1.0f), out(dev, n), d(dev, n, 3, 1.0f);
     Array<float> sum(dev, table, 4, 1.0f);
-    Array<G> dwte(dev, table, 4, 1.0f), dwpe(dev, places, 5, 1.0f);
-    float *want = room.host<float>(n), *want_token = room.host<float>(table), *want_place = room.host<float>(places);
-    const float* begin = room.copy(dwpe.host, places);
-    embedding_forward_cpu(want, p.tokens, wte.host, wpe.host, B, T, C);
-    check_output(test, worst, "out", &out, nullptr, want, EPS32,
-                 [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); });
-    const bool tied = std::is_same_v<G, float>;
-    float* dwte_sum = tied ? (float*)dwte.device : sum.device;
-    for (int accumulate = 0; accumulate < 2; accumulate++) {
-        memcpy(want_token, sum.host, table * sizeof(float));
-        memcpy(want_place, begin, places * sizeof(float));
-        embedding_backward_cpu(want_token, want_place, d.host, p.order, p.bucket, p.buckets, B, T, C, accumulate);
-        auto run = [&] {
-            if (!tied) copy_to_device(dev, sum.device, sum.host, table * sizeof(float));
-            embedding_backward(dev, dwte.device, dwpe.device, dwte_sum, d.device, order, bucket, p.buckets, B, T, C, Vp,
-                               (bool)accumulate);
+    embedding_forward_cpu(out.want, p.tokens, wte.host, wpe.host, B, T, C);
+    const auto forward = [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); };
+    check_outputs(test, worst, forward, {{"out", &out, EPS32}});
+    for (bool accumulate : {false, true}) {
+        Array<G> dwte(dev, tied ? 1 : table), dwpe(dev, places, 5, 1.0f, accumulate);
+        memcpy(sum.want, sum.host, table * sizeof(float));
+        embedding_backward_cpu(sum.want, dwpe.want, d.host, p.order, p.bucket, p.buckets, B, T, C, accumulate);
+        if (!tied) memcpy(dwte.want, sum.want, table * sizeof(float));
+        const auto run = [&] {
+            embedding_backward(dev, tied ? (G*)sum.device : dwte.device, dwpe.device, sum.device, d.device, order,
+                               bucket, p.buckets, B, T, C, Vp, accumulate);
         };
-        check_output(test, worst, "dwpe", &dwpe, accumulate ? begin : nullptr, want_place, product_bound(B, 1.0), run);
-        check_output(test, worst, "dwte", &dwte, tied ? sum.host : nullptr, want_token, product_bound(p.largest, 1.0),
-                     run);
-        if (!tied)
-            check_output(test, worst, "dwte_sum", &sum, sum.host, want_token, product_bound(p.largest, 1.0), run);
+        const double bound = product_bound(p.largest, 1.0);
+        const Output outputs[] = {
+            {"dwpe", &dwpe, product_bound(B, 1.0)}, {"dwte_sum", &sum, bound}, {"dwte", &dwte, bound}};
+        check_outputs(test, worst, run, outputs, tied ? 2 : 3);
     }
 }
 
-OPERATOR_TEST(embedding_gpu) {
+OPERATOR_BOTH(embedding) {
     const int shapes[][5] = {{1, 1, 8, 256, 256},         {3, 37, 64, 256, 256},    {16, 256, 768, 256, 256},
                              {8, 256, 128, 50257, 50304}, {5, 100, 1600, 257, 384}, {2, 64, 5120, 1000, 1024}};
     for (auto& s : shapes) {
-        embedding_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
-        embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
-        embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
+        in_types(dev, [&](auto x, auto g) {
+            embedding_case<decltype(x), decltype(g)>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4],
+                                                     sizeof(g) == 2 ? 1.0 : 6.0);
+        });
     }
 }
 

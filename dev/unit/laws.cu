@@ -8,34 +8,6 @@
 #include "../../optim/placed.h"
 #include "laws.h"
 
-// Presets with both kinds of gradients and with other formats for some tensors, the combinations, and every rule with
-// every storage of the weights.
-static const std::vector<OptimConfig>& every_config() {
-    static std::vector<OptimConfig> all;
-    const char* const states[] = {"fp32", "bf16:sr", "e4m3/256"};
-    if (!all.empty()) return all;
-    for (const PresetRow& preset : PRESETS) {
-        const bool few = find_row(rule_table(), preset.rule)->leaves_vectors_to_adamw;
-        for (const char* grads : GRADS_NAMES) all.push_back(preset_config(preset.name, grads));
-        if (!few) all.push_back(preset_config(preset.name, "fp32", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"));
-    }
-    for (const Combination& each : combinations) all.push_back(each.config("fp32"));
-    for (const char* rule : SIMPLE_RULES) {
-        for (const char* weights : WEIGHTS_NAMES) {
-            const char* state = states[all.size() % 3];
-            if (goes_with(rule, weights, state)) all.push_back(states_config(rule, weights, "fp32", state, state));
-        }
-    }
-    return all;
-}
-
-// How many of these are not the last loop's.
-static int listed() {
-    int count = COMBINATIONS;
-    for (const PresetRow& row : PRESETS) count += find_row(rule_table(), row.rule)->leaves_vectors_to_adamw ? 2 : 3;
-    return count;
-}
-
 // Returns the type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
@@ -135,29 +107,23 @@ static void law_gpu(Test* test, const OptimConfig& config, int k, bool) {
     expect_equal_cpu_gpu(test, &config, model, model_count(config), OPTIM_BF16, 4, wildly);
 }
 
-JIT_TEST(laws_1_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 0);
+// The cases laws_1_gpu to laws_6_gpu have a part of the configurations each.
+static void laws_of_part(Test* test) {
+    if (!jit_available()) skip("libnvrtc was not found");
+    try_law(test, law_gpu, true, (int)every_config().size(), test->name[5] - '1');
 }
 
-JIT_TEST(laws_2_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 1);
+static Test* add_parts() {
+    static Test cases[PARTS];
+    static char names[PARTS][16];
+    for (int i = 0; i < PARTS; i++) {
+        snprintf(names[i], sizeof(names[i]), "laws_%d_gpu", i + 1);
+        cases[i].name = names[i], cases[i].run = laws_of_part;
+        TestRegistration registered(&cases[i]);
+    }
+    return cases;
 }
-
-JIT_TEST(laws_3_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 2);
-}
-
-JIT_TEST(laws_4_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 3);
-}
-
-JIT_TEST(laws_5_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 4);
-}
-
-JIT_TEST(laws_6_gpu) {
-    try_law(test, law_gpu, true, (int)every_config().size(), 5);
-}
+static const Test* const parts = add_parts();
 
 // Padding of the weights, and of moments in fp32 and bf16, keeps the bytes that it began with; the copy has zeros
 // there. Everything else moves. One thread and five compute the same.

@@ -116,3 +116,31 @@ static const Combination combinations[] = {
     {"", "apollo-factored", "bf16:sr", "adanf4/128", "", "", 1.05f},
 };
 constexpr int COMBINATIONS = sizeof(combinations) / sizeof(combinations[0]);
+
+// Presets with both kinds of gradients and with other formats for some tensors, the combinations, and every rule with
+// every storage of the weights.
+inline const std::vector<OptimConfig>& every_config() {
+    static std::vector<OptimConfig> all;
+    const char* const states[] = {"fp32", "bf16:sr", "e4m3/256"};
+    if (!all.empty()) return all;
+    for (const PresetRow& preset : PRESETS) {
+        const bool few = find_row(rule_table(), preset.rule)->leaves_vectors_to_adamw;
+        for (const char* grads : GRADS_NAMES) all.push_back(preset_config(preset.name, grads));
+        if (!few) all.push_back(preset_config(preset.name, "fp32", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"));
+    }
+    for (const Combination& each : combinations) all.push_back(each.config("fp32"));
+    for (const char* rule : SIMPLE_RULES) {
+        for (const char* weights : WEIGHTS_NAMES) {
+            const char* state = states[all.size() % 3];
+            if (goes_with(rule, weights, state)) all.push_back(states_config(rule, weights, "fp32", state, state));
+        }
+    }
+    return all;
+}
+
+// How many of these are not the last loop's.
+inline int listed() {
+    int count = COMBINATIONS;
+    for (const PresetRow& row : PRESETS) count += find_row(rule_table(), row.rule)->leaves_vectors_to_adamw ? 2 : 3;
+    return count;
+}

@@ -15,7 +15,7 @@
 //   logarithms   adafactor8bit's own go through fp32 logarithms of up to 126: 2^-17 of a binade off
 // Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
 // (make_peers.py).
-#include "oracle.h"
+#include "steps.h"
 #include "tensors.h"
 
 namespace {
@@ -89,14 +89,6 @@ static const Format formats[] = {
     {"sqrt8", "flashoptim", 8, 32, true, ROOT, 0, 255.0f},
 };
 
-static const Format* format_of(const char* name, const char* peer, bool moment_v) {
-    for (const Format& format : formats) {
-        if (!strcmp(format.name, name) && !strcmp(format.peer, peer) && format.moment_v == moment_v) return &format;
-    }
-    printf("    no format %s of %s\n", name, peer);
-    exit(1);
-}
-
 // Elements with a code each and a scale a block, in our convention.
 struct Codes {
     int64_t n;
@@ -161,35 +153,33 @@ static void run_stream(const OptimRun* run, const char* name, void* packed, bool
     }
 }
 
-static Codes run_stored(const OptimRun* run, const Format* format) {
-    Codes stored = {};
-    for (int t = 0; t < run->count; t++) stored.n += run->tensor[t].cols;
-    uint8_t bytes[MOST];
-    run_stream(run, format->moment_v ? "v" : "m", bytes, false);
-    run_stream(run, format->moment_v ? "v.scales" : "m.scales", stored.scale, false);
-    unpack(&stored, format, bytes);
-    return stored;
-}
+// A format's row, with arrays of two tiles.
+struct Ours {
+    const FormatRow* row;
+    uint8_t bytes[2 * TILE_ELEMENTS] = {}, table[65536];
+    float x[2 * TILE_ELEMENTS] = {}, scales[2 * TILE_ELEMENTS / 32];
+    Streams streams = {bytes, scales, table};
 
-static void run_set_stored(OptimRun* run, const Format* format, const Codes* stored) {
-    uint8_t bytes[MOST] = {};
-    for (int64_t i = 0; i < stored->n; i++) {
-        int64_t at = i * format->bits / 8;
-        bytes[at] = (uint8_t)(bytes[at] | stored->code[i] << (format->bits == 4 && i % 2 == 0 ? 4 : 0));
+    explicit Ours(const Format* format) {
+        const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
+        const OptimConfig config = resolved({"", "adamw", "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1});
+        row = find_row(state_table(), format->moment_v ? config.v : config.m);
+        if (row->table_bytes) row->fill(table);
     }
-    Codes copy = *stored;
-    run_stream(run, format->moment_v ? "v" : "m", bytes, true);
-    run_stream(run, format->moment_v ? "v.scales" : "m.scales", copy.scale, true);
-}
+};
 
-// Betas of 0 make m = g and v = g * g, rounded to fp32: a step stores any numbers in any format.
 static Codes store_ours(const Format* format, const Floats* x) {
-    const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
-    OptimConfig config = {"", "adamw", "fp32", "fp32", m, v, 0.0f, 0.0f, EPS, 0.0f, 1};
-    OptimRun run;
-    peers_open(&run, config, &x->n, 1);
-    peers_step(&run, x->x, LR, 1);
-    return run_stored(&run, format);
+    static Codes stored;
+    Ours ours(format);
+    for (int64_t i = 0; i < x->n; i++) ours.x[i] = format->moment_v ? x->x[i] * x->x[i] : x->x[i];
+    for (int first : {0, TILE_ELEMENTS}) {
+        const NoiseKey key = {1, 1, (uint32_t)(format->moment_v ? NOISE_V : NOISE_M)};
+        ours.row->store(ours.streams, first, ours.x + first, TILE_ELEMENTS, key);
+    }
+    stored = {x->n, {}, {}};
+    memcpy(stored.scale, ours.scales, sizeof(stored.scale));
+    unpack(&stored, format, ours.bytes);
+    return stored;
 }
 
 // y at which a code gives way to the next, for two neighbouring levels, in double.
@@ -250,10 +240,9 @@ static double rounding_of_y(const Format* format) {
 }
 
 // Expects that our codes are theirs, or their neighbours where x is so near a bound that rounding decides. x has the
-// exact numbers, and `slack` what two programs' errors in computing them add up to; it is NULL for numbers that were
-// given.
+// exact numbers.
 static Comparison compare_codes(Test* test, const char* what, const Format* format, const Floats* map,
-                                const Codes* ours, const Codes* theirs, const double* x, const double* slack) {
+                                const Codes* ours, const Codes* theirs, const double* x) {
     Comparison result = {0, 0, theirs->n, 0.0};
     double largest = largest_level(map);
     for (int64_t i = 0; i < theirs->n; i++) {
@@ -269,7 +258,7 @@ static Comparison compare_codes(Test* test, const char* what, const Format* form
         if (a == b || top < least_scale(format)) continue;
         double bound = bound_between(format->bound, a, b), off = fabs(y - bound), near = near_bound(format, top);
         expect(!level_between(map, a, b), "%s: element %lld: %.9g and %.9g", what, (long long)i, a, b);
-        double allowed = near * fabs(y) + rounding_of_y(format) + (slack ? slack[i] / top * largest : 0.0);
+        double allowed = near * fabs(y) + rounding_of_y(format);
         if (format->moment_v && b == 0.0) {
             expect(y <= bound + allowed, "%s: element %lld, %.9g, is no zero", what, (long long)i, y);
             result.zeros++;
@@ -283,15 +272,14 @@ static Comparison compare_codes(Test* test, const char* what, const Format* form
     return result;
 }
 
-// Scales are the same number but for what differs by intent and `relative`, an error of the numbers.
-static void check_scales(Test* test, const char* what, const Format* format, const Codes* ours, const Codes* theirs,
-                         double relative) {
+// Scales are the same number but for what differs by intent.
+static void check_scales(Test* test, const char* what, const Format* format, const Codes* ours, const Codes* theirs) {
     bool fp16 = !strcmp(format->peer, "flashoptim");
     for (int64_t b = 0; b * format->block < theirs->n; b++) {
         double a = (double)ours->scale[b] * (double)format->units, c = (double)theirs->scale[b] * (double)format->units;
         double unit = !strcmp(format->name, "e4m3") ? 448.0 : 1.0;
         bool least = a * unit < least_scale(format) && c * unit <= 1.0001 * least_scale(format);
-        double bound = relative * a + (fp16 ? 0x1p-11 * a + 0x1p-25 : 0.0);
+        double bound = fp16 ? 0x1p-11 * a + 0x1p-25 : 0.0;
         bound += format->units != 1.0f ? 2.0 * U * a : 0.0;  // divided and multiplied again
         expect(least || fabs(a - c) <= bound, "%s: scale %lld is %.9g, theirs %.9g", what, (long long)b, a, c);
     }
@@ -308,8 +296,8 @@ static Comparison compare_input(Test* test, const Format* format, const char* se
         x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
     bool whole = theirs.n == inputs.n / format->block * format->block;  // torchao takes no tail
     expect(theirs.n == inputs.n || (whole && !strcmp(format->peer, "torchao")), "%s: %lld", what, (long long)theirs.n);
-    check_scales(test, what, format, &ours, &theirs, 0.0);
-    return compare_codes(test, what, format, &map, &ours, &theirs, x, nullptr);
+    check_scales(test, what, format, &ours, &theirs);
+    return compare_codes(test, what, format, &map, &ours, &theirs, x);
 }
 
 TEST(peers_stored_numbers) {
@@ -364,25 +352,16 @@ TEST(peers_logarithms) {
     note(test, "%d of %lld differ, scales by %.2g", differ, (long long)theirs.n, fabs((double)ours.scale[0] - scale));
 }
 
-// All codes' levels, by a step from which they can be read. m: sgd with momentum 1/2, lr 2, no gradient, weights of 0:
-// p = -m. v: adamw, g = 0 and m = 1 in fp32, both betas 1/2, bias corrections for step 1: p = -1 / sqrt(v) within 8 U.
+// All codes' levels, with a scale of 1 as theirs have it.
 static void levels_ours(const Format* format, Floats* level) {
-    const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "";
-    OptimConfig config = {"", format->moment_v ? "adamw" : "sgd", "fp32", "fp32", m, v, 0.5f, 0.5f, 1e-30f, 0.0f, 1};
-    OptimRun run;
-    peers_open(&run, config, &level->n, 1);
-    Codes codes = {level->n, {}, {}};
-    for (int64_t i = 0; i < level->n; i++) codes.code[i] = (uint8_t)i;
-    for (int64_t b = 0; b * format->block < level->n; b++) codes.scale[b] = 1.0f / format->units;
-    run_set_stored(&run, format, &codes);
-    Floats ones = *level, zeros = {};
-    for (int64_t i = 0; i < ones.n; i++) ones.x[i] = 1.0f;
-    run_stream(&run, "weights", zeros.x, true);
-    if (format->moment_v) run_stream(&run, "m", ones.x, true);
-    peers_step(&run, zeros.x, format->moment_v ? 1.0f : 2.0f, 1);
-    run_stream(&run, "weights", level->x, false);
-    for (int64_t i = 0; i < level->n; i++)
-        level->x[i] = format->moment_v ? 1.0f / level->x[i] / level->x[i] : -level->x[i];
+    Ours ours(format);
+    for (int64_t i = 0; i < level->n; i++) {
+        if (format->bits == 8) ours.bytes[i] = (uint8_t)i;
+        if (format->bits == 4) ours.bytes[i / 2] = (uint8_t)(ours.bytes[i / 2] | i << (i % 2 ? 0 : 4));
+    }
+    for (float& scale : ours.scales) scale = 1.0f / format->units;
+    ours.row->load(ours.streams, 0, ours.x, TILE_ELEMENTS, NoiseKey{});
+    memcpy(level->x, ours.x, (size_t)level->n * 4);
 }
 
 // Their dynamic maps come from a partition in fp32, ours are rounded once: up to 2 units in the last place apart. Their
@@ -392,240 +371,76 @@ TEST(peers_levels) {
         Floats theirs = peers_map(&format), ours = theirs;
         levels_ours(&format, &ours);
         bool exact = !strcmp(format.name, "lin4") || !strcmp(format.name, "nf4") || !strcmp(format.name, "e4m3");
-        double bound = (exact ? 0.0 : format.bound == MIDDLE ? 4.0 * U : 8.0 * U) + (format.moment_v ? 16.0 * U : 0.0);
+        double bound = (exact ? 0.0 : format.bound == MIDDLE ? 4.0 * U : 8.0 * U);
         int differ = 0;
         for (int64_t code = 0; code < ours.n; code++) {
             double a = ours.x[code], b = theirs.x[code];
-            if (format.shift && code == 255) continue;                // -128, which occurs neither here nor there
-            if (isnan(b) && (isnan(a) || format.moment_v)) continue;  // whose root is taken for the least
-            if (format.moment_v && b < 0.0) continue;                 // e4m3's negative half has no root
+            if (format.shift && code == 255) continue;  // -128, which occurs neither here nor there
+            if (isnan(b) && isnan(a)) continue;
             differ += a != b;
-            double tiny = format.moment_v ? 2e-30 : 0.0;  // a v below 2^-100 counts as that in the root
-            expect(fabs(a - b) <= bound * fabs(b) + tiny, "%s %s: level %lld is %.9g, theirs %.9g", format.peer,
-                   format.name, (long long)code, a, b);
+            expect(fabs(a - b) <= bound * fabs(b), "%s %s: level %lld is %.9g, theirs %.9g", format.peer, format.name,
+                   (long long)code, a, b);
         }
         if (!format.moment_v && !exact) note(test, "%s %s: %d in the last bits", format.peer, format.name, differ);
     }
 }
 
-// Runs: the peers' optimizers over six steps, and our step from the state they had before.
+// Steps of other optimizers in fp32, and ours from the state that they had before. (A step in a format is one in fp32
+// of what it holds, stored again, as laws_narrow shows of ours and the tests above of what is stored.)
 
-struct Case {
-    const char *peer, *rule;
-    const Format *m, *v;  // NULL: fp32
-};
-
-static OptimConfig run_config(const Case* c) {
-    const char *m = c->m ? c->m->name : "fp32", *v = !keeps_v(c->rule) ? "" : c->v ? c->v->name : "fp32";
-    OptimConfig config = {"", c->rule, "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1};
-    config.beta3 = BETA3;
-    config.alpha = ALPHA;
-    config.ramp = RAMP;
-    return resolved(config);
+static Floats run_floats(const char* peer, const char* stream, int step) {
+    return peers_floats(peers_find(formatted("run.%s.%s.%d", peer, stream, step)));
 }
 
-// State after a step as floats: weights, m, v, slow; what the peer does not keep is 0.
-struct State {
-    Floats weights, m, v, slow;
-};
-
-static void dequantise(const Format* format, const Codes* stored, Floats* x) {
-    Floats map = peers_map(format);
-    *x = {stored->n, {}};
-    for (int64_t i = 0; i < stored->n; i++) {
-        double level = map.x[stored->code[i]], scale = stored->scale[i / format->block] * format->units;
-        if (format->bound == ROOT) scale *= scale;  // of the root
-        x->x[i] = (float)(level * scale);
-    }
-}
-
-static Codes peers_state(const Case* c, const Format* format, const char* moment, int step) {
-    const char* stored = formatted("run.%s.%s", c->peer, moment);
-    return peers_stored(format, peers_find(formatted("%s.codes.%d", stored, step)),
-                        peers_find(formatted("%s.scales.%d", stored, step)));
-}
-
-static Floats peers_run_floats(const Case* c, const char* stream, int step) {
-    return peers_floats(peers_find(formatted("run.%s%s.%d", c->peer, stream, step)));
-}
-
-static State state_before(const Case* c, int step) {
-    State state = {};
-    if (step == 1) {
-        state.weights = peers_floats(peers_find("run.start"));
-        return state;
-    }
-    const bool has_v = keeps_v(c->rule);
-    state.weights = peers_run_floats(c, ".weights", step - 1);
-    if (!c->m) state.m = peers_run_floats(c, ".m", step - 1);
-    if (!c->v && has_v) state.v = peers_run_floats(c, ".v", step - 1);
-    if (!strcmp(c->rule, "ademamix")) state.slow = peers_run_floats(c, ".slow", step - 1);
-    if (c->m) {
-        Codes stored = peers_state(c, c->m, "m", step - 1);
-        dequantise(c->m, &stored, &state.m);
-    }
-    if (c->v) {
-        Codes stored = peers_state(c, c->v, "v", step - 1);
-        dequantise(c->v, &stored, &state.v);
-    }
-    return state;
-}
-
-// Our optimizer with that state, the peers' codes and scales as they are.
-static void run_set_state(OptimRun* run, const Case* c, const State* state, int step) {
-    State copy = *state;
-    run_stream(run, "weights", copy.weights.x, true);
-    if (step == 1) return;
-    if (!c->m) run_stream(run, "m", copy.m.x, true);
-    if (!c->v && keeps_v(c->rule)) run_stream(run, "v", copy.v.x, true);
-    if (!strcmp(c->rule, "ademamix")) run_stream(run, "slow", copy.slow.x, true);
-    for (int k = 0; k < 2; k++) {
-        const Format* format = k ? c->v : c->m;
-        if (!format) continue;
-        Codes stored = peers_state(c, format, k ? "v" : "m", step - 1);
-        run_set_stored(run, format, &stored);
-    }
-}
-
-// A step of an element in double, with bounds on the roundings of a program, and `update`, what the weight moves by
-// beside the decay.
-struct Exact {
-    Whole<double> e;
-    double m_error, v_error, slow_error, update;
-};
-
-static Exact exact_step(const OptimConfig* config, const State* before, int64_t i, double g, int step) {
-    const double p = before->weights.x[i], m = before->m.x[i], v = before->v.x[i], slow = before->slow.x[i];
-    const double wd = i < KEPT ? (double)DECAY : 0.0;
-    const bool decoupled = find_row(rule_table(), config->rule)->decoupled;
-    Whole<double> e;
-    e.config = config, e.settings = {1.0, wd}, e.rows = e.cols = 1;
-    e.begin();
-    e.p[0] = p, e.m[0] = m, e.v[0] = v, e.slow[0] = slow;
-    oracle_step(&e, {g}, LR, step);
-    // Three roundings of a sum's terms, four where one is a square. 1 - beta3 comes from a rounded beta3 in theirs, and
-    // beta3 from one's exp and the other's series.
-    const auto terms = [](double was, double now) { return U * (fabs(was) + fabs(now - was)); };
-    return {e, 3.0 * terms(m, e.m[0]), 4.0 * terms(v, e.v[0]),
-            3.0 * terms(slow, e.slow[0]) + 2.0 * U * (fabs(slow) + fabs(g)),
-            p * (1.0 - (decoupled ? LR * wd : 0.0)) - e.p[0]};
-}
-
-// Returns a unit in the last place of floats as large as x.
-static double ulp(double x) {
-    int exponent;
-    frexp(x, &exponent);
-    return ldexp(1.0, (exponent < -125 ? -125 : exponent) - 24);
-}
-
-// Units in the last place between a float and theirs, of a sum of which the largest term is `term`.
-static double ulps(double a, double b, double term) {
-    return fabs(a - b) / ulp(fmax(fabs(term), fmax(fabs(a), fabs(b))));
-}
-
-// Weights may differ by 2 units in the last place, of the larger before or after; and where the step is no small part
-// of that, the roundings of the update itself, 6 on each side. FlashOptim's are known to half a step of its 8 bits
-// more.
-static void check_weight(Test* test, const char* what, const Exact* e, float ours, float theirs, float before,
-                         bool flash) {
-    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->e.p[0])));
-    double more = flash ? 0x1p16 / 508.0 : 0.0;
-    bool settled = fabs(e->update) * 8.0 <= fabs(e->e.p[0]);
-    double bound = 2.0 + more + (settled ? 0.0 : 12.0 * U * fabs(e->update) / unit);
-    expect(off <= bound, "%s: a weight is %.9g, theirs %.9g, %g apart, %g allowed", what, ours, theirs, off, bound);
-}
-
-static void check_moment(Test* test, const char* what, float ours, float theirs, double error) {
-    double off = fabs((double)ours - (double)theirs), units = ulps(ours, theirs, error / (6.0 * U));
-    expect(off <= error && units <= 2.0, "%s: %.9g, theirs %.9g, %g apart", what, ours, theirs, units);
-}
-
-// Returns how many of lion's signs were too close to call.
-static int check_floats(Test* test, const Case* c, const OptimRun* run, const State* before, const Exact* exact,
-                        int step) {
-    int signs = 0;
-    bool flash = !strcmp(c->peer, "flashoptim.adamw");
-    Floats p = before->weights, m = {}, v = {}, slow = {};
-    run_stream(run, "weights", p.x, false);
-    Floats theirs = peers_run_floats(c, ".weights", step), their_m = {}, their_v = {}, their_slow = {};
-    bool has_v = !c->v && keeps_v(c->rule), has_slow = !strcmp(c->rule, "ademamix");
-    if (!c->m) run_stream(run, "m", m.x, false), their_m = peers_run_floats(c, ".m", step);
-    if (has_v) run_stream(run, "v", v.x, false), their_v = peers_run_floats(c, ".v", step);
-    if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(c, ".slow", step);
-    for (int64_t i = 0; i < ELEMENTS; i++) {
-        const Exact* e = &exact[i];
-        signs += (bool)e->e.lost[0];
-        if (!e->e.lost[0]) check_weight(test, c->peer, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
-        if (!c->m) check_moment(test, c->peer, m.x[i], their_m.x[i], e->m_error);
-        if (has_v) check_moment(test, c->peer, v.x[i], their_v.x[i], e->v_error);
-        if (has_slow) check_moment(test, c->peer, slow.x[i], their_slow.x[i], e->slow_error);
-    }
-    return signs;
-}
-
-static void check_codes(Test* test, const Case* c, const OptimRun* run, const Exact* exact, int step) {
-    for (int k = 0; k < 2; k++) {
-        const Format* format = k ? c->v : c->m;
-        if (!format) continue;
-        double x[MOST], error[MOST];
-        for (int64_t i = 0; i < ELEMENTS; i++) {
-            x[i] = k ? exact[i].e.v[0] : exact[i].e.m[0];
-            error[i] = k ? exact[i].v_error : exact[i].m_error;
-        }
-        Codes ours = run_stored(run, format), theirs = peers_state(c, format, k ? "v" : "m", step);
-        Floats map = peers_map(format);
-        check_scales(test, c->peer, format, &ours, &theirs, 6.0 * U);
-        Comparison result = compare_codes(test, c->peer, format, &map, &ours, &theirs, x, error);
-        // None of 512 is expected so near to a bound; one may be when a rounding of ours changes.
-        expect(result.differ <= 1, "%s, step %d: %d codes of %s differ", c->peer, step, result.differ, format->name);
-    }
-}
-
-// Compares one step of ours from their state with theirs.
-static void check_step(Test* test, const Case* c, int step) {
-    Exact exact[ELEMENTS];
-    State before = state_before(c, step);
-    Floats grads = peers_floats(peers_find("run.grads"));
-    const float* gradients = grads.x + (step - 1) * ELEMENTS;
+// Two programs' sums of a few terms differ by a few roundings of these. 1 - beta3 comes from a rounded beta3 in theirs,
+// and beta3 from one's exp and the other's series: g counts in `slow` too. Where lion's update is too close to zero to
+// call its sign, which occurs twice at most, the weight goes elsewhere.
+static void check_step(Test* test, const char* peer, const char* rule, int step) {
+    const Floats all = peers_floats(peers_find("run.grads"));
+    const float* gradients = all.x + (step - 1) * ELEMENTS;
+    OptimConfig config = {"", rule, "fp32", "fp32", "fp32", keeps_v(rule) ? "fp32" : "", BETA1, BETA2, EPS, DECAY, 1};
+    config.beta3 = BETA3, config.alpha = ALPHA, config.ramp = RAMP;
+    const char* const streams[] = {"weights", "m", keeps_v(rule) ? "v" : nullptr,
+                                   strcmp(rule, "ademamix") == 0 ? "slow" : nullptr};
+    static Floats before[4];
     OptimRun run;
-    peers_open(&run, run_config(c), LENGTHS, TENSORS);
-    run_set_state(&run, c, &before, step);
+    peers_open(&run, config, LENGTHS, TENSORS);
+    for (int s = 0; s < 4; s++) {
+        before[s] = {ELEMENTS, {}};
+        if (!streams[s]) continue;
+        if (step > 1) before[s] = run_floats(peer, streams[s], step - 1);
+        if (step == 1 && s == 0) before[s] = peers_floats(peers_find("run.start"));
+        run_stream(&run, streams[s], before[s].x, true);
+    }
     peers_step(&run, gradients, LR, step);
-    for (int64_t i = 0; i < ELEMENTS; i++) exact[i] = exact_step(&run.config, &before, i, gradients[i], step);
-    const int signs = check_floats(test, c, &run, &before, exact, step);
-    expect(signs <= 2, "%s: %d signs", c->peer, signs);
-    check_codes(test, c, &run, exact, step);
-}
-
-// The last step of each case, and of the first `firsts` the first one. A step is a function of the state that it begins
-// with (laws.cu), so these stand for all.
-static void check_steps(Test* test, const Case* cases, size_t count, size_t firsts) {
-    for (size_t k = 0; k < count; k++) {
-        if (k < firsts) check_step(test, &cases[k], 1);
-        check_step(test, &cases[k], STEPS);
+    for (int s = 0; s < 4 && streams[s]; s++) {
+        const Floats theirs = run_floats(peer, streams[s], step);
+        Floats ours = theirs;
+        int off = 0;
+        double worst = 0.0;
+        run_stream(&run, streams[s], ours.x, false);
+        for (int64_t i = 0; i < ELEMENTS; i++) {
+            const double was = before[s].x[i], now = theirs.x[i], more = s == 3 ? 2.0 * U * fabs(gradients[i]) : 0.0;
+            const double share = fabs(ours.x[i] - now) / (12.0 * U * (fabs(was) + fabs(now - was)) + more + 1e-45);
+            off += !(share <= 1.0);
+            if (share <= 1.0) worst = fmax(worst, share);
+        }
+        expect(off <= (strcmp(rule, "lion") == 0 && s == 0 ? 2 : 0), "%s, step %d: %d of %s are off", peer, step, off,
+               streams[s]);
+        note(test, "%s %.2f", streams[s], worst);
     }
 }
 
-TEST(peers_step_fp32) {
-    const Case cases[] = {{"torch.adamw", "adamw", nullptr, nullptr},
-                          {"torch.adam", "adam", nullptr, nullptr},
-                          {"torch.sgd", "sgd", nullptr, nullptr},
-                          {"bitsandbytes.lion", "lion", nullptr, nullptr},
-                          {"bitsandbytes.ademamix", "ademamix", nullptr, nullptr}};
-    check_steps(test, cases, sizeof(cases) / sizeof(cases[0]), 1);
-}
-
-TEST(peers_step_quantised) {
-    static const Case cases[] = {
-        {"torchao.adamw8", "adamw", format_of("dyn8", "torchao", false), format_of("udyn8", "torchao", true)},
-        {"torchao.adamw4", "adamw", format_of("de4", "torchao", false), format_of("lin4", "torchao", true)},
-        {"torchao.adamwfp8", "adamw", format_of("e4m3", "torchao", false), format_of("e4m3", "torchao", true)},
-        {"bitsandbytes.adamw8", "adamw", format_of("dyn8", "bitsandbytes", false),
-         format_of("udyn8", "bitsandbytes", true)},
-        {"bitsandbytes.lion8", "lion", format_of("dyn8", "bitsandbytes", false), nullptr},
-        {"flashoptim.lion", "lion", format_of("soft8", "flashoptim", false), nullptr},
-        {"flashoptim.adamw", "adamw", format_of("soft8", "flashoptim", false), format_of("sqrt8", "flashoptim", true)}};
-    check_steps(test, cases, sizeof(cases) / sizeof(cases[0]), 4);
+// The last step, and of the first row the first. A step is a function of the state that it begins with (laws.cu), so
+// these stand for all.
+TEST(peers_steps) {
+    check_step(test, "torch.adamw", "adamw", 1);
+    const char* const rows[][2] = {{"torch.adamw", "adamw"},
+                                   {"torch.adam", "adam"},
+                                   {"torch.sgd", "sgd"},
+                                   {"bitsandbytes.lion", "lion"},
+                                   {"bitsandbytes.ademamix", "ademamix"}};
+    for (const auto& [peer, rule] : rows) check_step(test, peer, rule, STEPS);
 }
 
 // FlashOptim's bf16 of weights with 8 bits more, and ours: the same but for ties, even theirs and away from zero ours.

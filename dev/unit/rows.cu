@@ -1,13 +1,13 @@
 // Tests of rules that read rows, columns and tensors (optim/rows/rows.cuh), and of --limit-growth: conversions on load,
-// how the limiter begins and resumes, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
+// how the limiter begins, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
 #include "../../optim/rows/rows.h"
 #include "laws.h"
 
 constexpr int TENSORS = MODEL_COUNT;
 
-static OptimConfig rows_config(const char* rule, float growth = 0.0f) {
+static OptimConfig rows_config(const char* rule) {
     OptimConfig config = make_config(rule, "fp32", "fp32");
-    config.overrides = "none", config.limit_growth = growth;
+    config.overrides = "none";
     return resolved(config);
 }
 
@@ -79,22 +79,6 @@ TEST(rows_convert_refusals) {
         error[0] = 0;
         const bool loaded = load(&run[0], &run[1], error);
         expect(loaded == !says && (loaded || strstr(error, says)), "%s to %s: %s", from, to, error);
-    }
-}
-
-// The limiter's norms are part of a checkpoint, and a run without them begins anew.
-TEST(limit_growth_resumes) {
-    const OptimConfig config[] = {rows_config("adamw"), rows_config("adamw", 1.01f)};
-    for (int from = 0; from < 2; from++) {
-        for (int to = 0; to < 2; to++) {
-            OptimRun run[2];
-            run_open(&run[0], &config[from], model, OPTIM_FP32);
-            run_open(&run[1], &config[to], model, OPTIM_FP32);
-            run_steps(&run[0], 1, 3, plain_steps());
-            expect(load(&run[0], &run[1], error), "%s", error);
-            for (OptimRun& each : run) run_steps(&each, 4, 6, plain_steps());
-            expect(!difference(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
-        }
     }
 }
 

@@ -1,38 +1,7 @@
-// Tests of the rules' usual settings and of the ways to keep weights: splits, compensation and feedback against what
+// Tests of beta3 and of the ways to keep weights: splits, compensation and feedback against what
 // they promise. laws*.cu have what holds of all of them.
-#include "../../data/defaults.h"
 #include "../../optim/kernel.cuh"
 #include "steps.h"
-
-// `auto` gives GPT-2 124M these values (data/defaults.h).
-TEST(rules_defaults) {
-    const std::tuple<const char*, const char*, double, long long, double, long long, double, double> rows[] = {
-        {"adamw", "fp32", 1.0, 2746, 0.0018, 137, 0.1, 0.995},
-        {"adamw", "sqrt4/32@dq8", 1.0, 2746, 0.0018, 137, 0.1, 0.95},
-        {"muon", "none", 2.0, 2746, 0.0036, 40, 0.4, 0.995},
-        {"muon", "none", 2.0, 80, 0.006, 40, 0.4, 0.95},
-        {"lion", "none", 0.2, 2746, 0.00036, 137, 0.1, 0.95},
-        {"muon", "none", 2.0, 20000, 0.0037, 40, 0.054, 0.964},
-        {"adamw", "udyn8/256", 1.0, 20000, 0.0018, 700, 0.1, 0.964}};
-    Options o;
-    options_defaults(&o);
-    o.seq = 1024, o.channels = 768, o.overrides = "none";
-    for (const auto& [rule, v, rate, steps, lr, warmup, decay, beta2] : rows) {
-        expect(optim_usual_rate(rule) == rate, "%s: %g", rule, optim_usual_rate(rule));
-        Options run = o;
-        run.rule = rule, run.v = v, run.steps = steps;
-        run.tokens_per_step = default_tokens_per_step(&run, 0);
-        expect(run.tokens_per_step == (steps == 80     ? 32768
-                                       : steps == 2746 ? 65536
-                                                       : 524288),
-               "%lld", run.tokens_per_step);
-        defaults_choose(&run, rate, false);
-        expect(run.lr == lr && run.warmup == warmup && run.weight_decay == decay && fabs(run.beta2 - beta2) < 1e-9,
-               "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.weight_decay, run.beta2);
-    }
-    for (const auto& [epoch, tokens] : {std::tuple(1000ll, 32768ll), {100000000, 65536}, {10000000000, 524288}})
-        expect(default_tokens_per_step(&o, epoch) == tokens, "%lld", epoch);
-}
 
 // An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.
 TEST(rules_usual_beta3) {
@@ -240,70 +209,39 @@ static Drift drift(const char* weights, float lr, Load* load) {
     return result;
 }
 
+// Each of 200 steps rounds by half a step of the format in [0.5, 1) at most, and the update itself by 2^-24. What
+// rounds to nearest stands still where the update is less than that; noise keeps the mean, whose variance is f (1 - f)
+// steps squared, where f is the update's share of a step.
 TEST(rules_small_updates_survive) {
-    // In [0.5, 1) half a step is 2^-9 of bf16, 2^-17 of the split and at most 2^-18 of the compensated sum. Each of 200
-    // steps rounds by at most that, and the update itself by 2^-24.
-    const float lr = 1e-4f;
-    const double fp32 = 200 * ldexp(1.0, -24), moved = 200 * (double)lr;
-    Drift nearest = drift("bf16", lr, Elementwise<Bf16, NEAREST>::load);
-    Drift kahan = drift("bf16:kahan", lr, Kahan::load);
-    Drift split8 = drift("bf16+8", lr, Split<int8_t, NEAREST>::load);
-    Drift split16 = drift("bf16+16", lr, Split<int16_t, NEAREST>::load);
-    Drift master = drift("bf16+fp32", lr, WithMaster<Elementwise<Bf16, NEAREST>>::load);
-    expect(nearest.moved == 0.0, "bf16 to nearest moved by %g", nearest.moved);
-    expect(kahan.worst <= 200 * ldexp(1.0, -18) + fp32, "kahan is off by %g", kahan.worst);
-    expect(split8.worst <= 200 * ldexp(1.0, -17) + fp32, "bf16+8 is off by %g", split8.worst);
-    expect(split16.worst <= fp32 && master.worst <= fp32, "%g %g", split16.worst, master.worst);
-    expect(split16.worst == master.worst && split16.mean == master.mean, "bf16+16 is not the master");
-    for (double way : {kahan.moved, split8.moved, split16.moved})
-        expect(way > 0.9 * moved && way < 1.1 * moved, "moved by %g of %g", way, moved);
-    // 1e-6 is below half a step of the split too: what rounds to nearest stands still, and noise keeps the mean. The
-    // variance of a step is f (1 - f) steps squared, where f is the update's share of a step, at most of this size.
-    const float small = 1e-6f;
-    expect(drift("bf16+8", small, Split<int8_t, NEAREST>::load).moved == 0.0, "bf16+8 moved");
-    expect(drift("e4m3", lr, Blocks<E4m3, 128, ScaleE8m0, NEAREST>::load).moved == 0.0, "e4m3 moved");
-    const std::tuple<const char*, float, double, Load*> noisy[] = {
+    const float lr = 1e-4f, small = 1e-6f;
+    const double fp32 = 200 * ldexp(1.0, -24);
+    const std::tuple<const char*, float, double, Load*> rows[] = {
+        {"bf16", lr, 0x1p-8, Elementwise<Bf16, NEAREST>::load},
+        {"bf16:kahan", lr, 0x1p-17, Kahan::load},
+        {"bf16+8", lr, 0x1p-16, Split<int8_t, NEAREST>::load},
+        {"bf16+16", lr, 0, Split<int16_t, NEAREST>::load},
+        {"bf16+fp32", lr, 0, WithMaster<Elementwise<Bf16, NEAREST>>::load},
+        {"bf16+8", small, 0x1p-16, Split<int8_t, NEAREST>::load},
+        {"e4m3", lr, 0x1p-4, Blocks<E4m3, 128, ScaleE8m0, NEAREST>::load},
         {"bf16:sr", lr, 0x1p-8, Elementwise<Bf16, STOCHASTIC>::load},
         {"bf16+8:sr", small, 0x1p-16, Split<int8_t, STOCHASTIC>::load},
         {"e4m3:sr", lr, 0x1p-4, Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>::load},
         {"lin8:sr", lr, 0x1p-7, Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>::load}};
-    for (const auto& [name, rate, step, load] : noisy) {
-        const double f = (double)rate / step, standard = step * sqrt(200 * f * (1.0 - f) / 2048);
+    for (const auto& [name, rate, step, load] : rows) {
         const Drift got = drift(name, rate, load);
-        expect(fabs(got.mean) <= 4.0 * standard + fp32, "%s is off by %g, %g standard errors", name, got.mean,
-               fabs(got.mean) / standard);
-        expect(got.moved > 100 * (double)rate, "%s stands still: %g", name, got.moved);
-        note(test, "%s %.1f of 4 standard errors", name, fabs(got.mean) / standard);
-    }
-}
-
-// The root mean square of how far weights are from those of an fp32 run after `steps` steps of AdamW whose gradient is
-// each element's own, always the same, and in *mean the mean.
-static double distance(const char* weights, const char* m, int steps, double* mean) {
-    constexpr int N = TILE_ELEMENTS;
-    static float value[2][N];
-    for (int r = 0; r < 2; r++) {
-        OptimConfig config = make_config("adamw", r ? weights : "fp32", "fp32");
-        config.m = r ? m : "fp32";
-        config.weight_decay = 0.0f;
-        OptimRun run;
-        Steps how = {0.0f, 1.0f};
-        how.given = [](int64_t, int, int64_t i) { return start(7 * i + 1); };
-        for (int i = 0; i < N; i++) value[r][i] = start(i);
-        tile_open(&run, config, OPTIM_FP32, value[r]);
-        for (int step = 1; step <= steps; step++) {  // a warm-up, then constant
-            how.lr = 1e-4f * (float)(step < 50 ? step : 50) / 50.0f;
-            run_steps(&run, step, step, how);
+        const double moved = 200 * (double)rate, f = (double)rate / step;
+        if (strstr(name, ":sr")) {
+            const double standard = step * sqrt(200 * f * (1.0 - f) / 2048);
+            expect(fabs(got.mean) <= 4.0 * standard + fp32, "%s is off by %g, %g standard errors", name, got.mean,
+                   fabs(got.mean) / standard);
+            expect(got.moved > moved / 2, "%s stands still: %g", name, got.moved);
+        } else if (step > 2 * rate) {
+            expect(got.moved == 0.0, "%s to nearest moved by %g", name, got.moved);
+        } else {
+            expect(got.worst <= 100 * step + fp32, "%s is off by %g", name, got.worst);
+            expect(got.moved > 0.9 * moved && got.moved < 1.1 * moved, "%s moved by %g", name, got.moved);
         }
-        memcpy(value[r], optim_weights(run.optim), sizeof(value[r]));
     }
-    double square = 0.0, sum = 0.0;
-    for (int i = 0; i < N; i++) {
-        double error = (double)value[1][i] - (double)value[0][i];
-        square += error * error / N, sum += error / N;
-    }
-    *mean = sum;
-    return sqrt(square);
 }
 
 // One step: m is what it is without feedback and, in units of an update of the steps to come, what the weight was
@@ -352,30 +290,5 @@ static void check_feedback(Test* test, const char* name, float rate) {
 TEST(rules_feedback_by_its_formula) {
     for (const char* name : {"lin8", "bf16"}) {
         for (float rate : {0.01f, 1e-4f, 2e-7f}) check_feedback(test, name, rate);
-    }
-}
-
-// Without feedback errors add up as a random walk's; with it they stay as large as those of the steps that m still
-// owes, sqrt(1 / (1 - beta1^2)) = 2.3 of them, and of m's start. Without feedback a share is 1. Measured were
-// (dev/LOG.md) 0.41 and 0.17 of lin8, 0.28 and 0.10 of bf16, 0.87 and 0.38 of e4m3, whose steps are so large that 200
-// tell little.
-TEST(rules_feedback_makes_errors_good) {
-    // At most so much of the stochastic error, after 200 and after 1600 steps.
-    const std::tuple<const char*, const char*, double, double> rows[] = {{"lin8", "fp32", 0.5, 0.25},
-                                                                         {"lin8", "e4m3/256:sr", 0.5, 0.3},
-                                                                         {"bf16", "bf16:sr", 0.5, 0.25},
-                                                                         {"e4m3", "dyn8/256:sr", 1.0, 0.5},
-                                                                         {"e4m3/tensor", "dyn8/256:sr", 1.0, 0.5}};
-    for (const auto& [format, m, few, many] : rows) {
-        double error[2], mean;
-        for (int i = 0; i < 2; i++) {
-            int steps = i ? 1600 : 200;
-            double stochastic = distance(formatted("%s:sr", format), m, steps, &mean);
-            error[i] = distance(formatted("%s:ef", format), m, steps, &mean);
-            expect(error[i] <= (i ? many : few) * stochastic, "%s, m %s, %d steps: off by %.2e, with :sr %.2e", format,
-                   m, steps, error[i], stochastic);
-            expect(fabs(mean) <= 4.0 * error[i] / sqrt(2048.0), "%s, m %s: the mean is off by %.2e", format, m, mean);
-        }
-        note(test, "%s:ef %.1e, %.1e", format, error[0], error[1]);
     }
 }

@@ -9,9 +9,7 @@
 // --here: one after another in this process, for a debugger or compute-sanitizer. There a crash is the debugger's to
 // report, and there is no time limit.
 #include <errno.h>
-#include <fcntl.h>
 #include <omp.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -121,9 +119,7 @@ struct Ending {  // in memory that both processes see
 struct Worker {
     Test* test;  // null: free
     pid_t pid;
-    int output;  // what it writes; -1: it has closed it
-    char* text;
-    size_t bytes;
+    FILE* output;  // a file without a name, for what it writes
     double begin;
     bool overdue;  // and therefore killed
     Ending* ending;
@@ -145,10 +141,10 @@ static void show_gpus(const char* name, int number, int gpus) {
 
 // `number`: its place among the cases that were picked.
 static void worker_start(Worker* worker, Test* test, int number, int gpus, int threads) {
-    int ends[2];
     fflush(stdout);
     *worker->ending = {};
-    if (pipe2(ends, O_CLOEXEC) != 0) user_error("%s: no pipe: %s", test->name, strerror(errno));
+    worker->output = tmpfile();
+    if (!worker->output) user_error("%s: no file: %s", test->name, strerror(errno));
     case_folder_make(worker->folder);
     worker->begin = seconds_now();
     worker->pid = fork();
@@ -156,7 +152,7 @@ static void worker_start(Worker* worker, Test* test, int number, int gpus, int t
     if (worker->pid == 0) {
         setpgid(0, 0);                     // a group with what the case starts, to be killed together
         prctl(PR_SET_PDEATHSIG, SIGKILL);  // not to outlive a runner that is killed
-        dup2(ends[1], 1), dup2(ends[1], 2);
+        dup2(fileno(worker->output), 1), dup2(fileno(worker->output), 2);
         omp_set_num_threads(threads);
         setenv("TMPDIR", worker->folder, 1);
         show_gpus(test->name, number, gpus);
@@ -165,24 +161,9 @@ static void worker_start(Worker* worker, Test* test, int number, int gpus, int t
         *worker->ending = {true, test->skipped, test->failures};
         _exit(0);
     }
-    close(ends[1]);
-    fcntl(ends[0], F_SETFL, O_NONBLOCK);
     worker->test = test;
-    worker->output = ends[0];
-    worker->text = nullptr, worker->bytes = 0;
     worker->overdue = false;
     setpgid(worker->pid, worker->pid);  // whoever comes first
-}
-
-static void worker_read(Worker* worker) {
-    char piece[4096];
-    ssize_t got = 0;
-    while (worker->output >= 0 && (got = read(worker->output, piece, sizeof(piece))) > 0) {
-        worker->text = (char*)realloc(worker->text, worker->bytes + (size_t)got);
-        memcpy(worker->text + worker->bytes, piece, (size_t)got);
-        worker->bytes += (size_t)got;
-    }
-    if (worker->output >= 0 && got == 0) close(worker->output), worker->output = -1;
 }
 
 static double case_seconds() {
@@ -200,9 +181,9 @@ static void worker_limit(Worker* worker) {
 // Prints and counts the case of a process that has ended.
 static void worker_end(Worker* worker, int status, Counts* counts) {
     Test* test = worker->test;
-    worker_read(worker);
-    if (worker->output >= 0) close(worker->output);  // a process that the case left behind has it too
-    fwrite(worker->text, 1, worker->bytes, stdout);
+    rewind(worker->output);
+    for (int byte; (byte = getc(worker->output)) != EOF;) putchar(byte);
+    fclose(worker->output);
     test->failures = worker->ending->failures;
     test->skipped = worker->ending->skipped;
     if (!worker->ending->reached) {
@@ -216,19 +197,15 @@ static void worker_end(Worker* worker, int status, Counts* counts) {
     }
     remove_tree(worker->folder);
     count_case(test, counts);
-    free(worker->text);
     worker->test = nullptr;
 }
 
-// Waits until there is something to read or to collect, and collects it.
+// Waits a little, and collects what has ended.
 static void workers_wait(Worker* workers, int jobs, Counts* counts) {
-    struct pollfd watched[MOST_JOBS];
-    for (int i = 0; i < jobs; i++) watched[i] = {workers[i].test ? workers[i].output : -1, POLLIN, 0};
-    poll(watched, (nfds_t)jobs, 20);
+    usleep(5000);
     for (int i = 0; i < jobs; i++) {
         int status = 0;
         if (!workers[i].test) continue;
-        worker_read(&workers[i]);
         worker_limit(&workers[i]);
         if (waitpid(workers[i].pid, &status, WNOHANG) == workers[i].pid) worker_end(&workers[i], status, counts);
     }
