@@ -155,6 +155,7 @@ const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768
 
 OPERATOR_BOTH(layernorm_forward) {
     for (auto& s : LAYERNORM_SHAPES) {
+        if (!affordable(dev, 10.0 * s[0] * s[1])) continue;
         in_inputs(dev, [&](auto x) { layernorm_forward_case<decltype(x)>(test, &worst, &dev, s[0], s[1]); });
     }
 }
@@ -192,6 +193,7 @@ void layernorm_backward_case(Test* test, double* worst, const Device* dev, int64
 
 OPERATOR_BOTH(layernorm_backward) {
     for (auto& s : LAYERNORM_SHAPES) {
+        if (!affordable(dev, 10.0 * s[0] * s[1])) continue;
         for (bool accumulate : {false, true}) {
             in_types(dev, [&](auto x, auto g) {
                 layernorm_backward_case<decltype(x), decltype(g)>(test, &worst, &dev, s[0], s[1], accumulate);
