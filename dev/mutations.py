@@ -37,7 +37,7 @@ ROWS = [
      "model_golden", ["test_gpt2"]),
     ("kernels/norm.cuh", "if (c.by == CLIP_LAST && (double)*c.last > length)", "if (c.by == CLIP_LAST)", "norm",
      ["unit/norm"]),
-    ("kernels/cpu_gemm.h", "k0 == 0 && !gemm->accumulate;", "k0 == 0;", "cpu_gemm", ["unit/kernels"]),
+    ("kernels/cpu_gemm.h", "k0 == 0 && !gemm->accumulate;", "k0 == 0;", "cpu_gemm", ["test_gpt2", "unit/kernels"]),
     ("kernels/classifier.cuh", "chain[v - whole] += cpu_exp(row[v] - maximum);",
      "chain[v - whole] = cpu_exp(row[v] - maximum);", "model_golden", ["test_gpt2"]),
     ("kernels/layer_ring.cuh", "return (int)(item % r->slots);", "return 0;", "decoded_", ["optim/model/decode"]),
