@@ -247,8 +247,8 @@ class Part:
                 self.sharded:
             return []
         copies = {}
-        for dtype in {view.dtype for view in everything}:
-            these = [view for view in everything if view.dtype is dtype]
+        for kind in {(view.dtype, view.device) for view in everything}:
+            these = [view for view in everything if (view.dtype, view.device) == kind]
             parts = torch.cat([view.reshape(-1) for view in these]).split([view.numel() for view in these])
             copies.update((id(view), part.view(view.shape)) for view, part in zip(these, parts))
         return [{name: copies[id(view)] for name, view in views.items()} for views in self.views]
