@@ -284,21 +284,45 @@ static void shared_tops(const Image& image, const float* x, float* top) {
     }
 }
 
+// The codes of 8 bits that a row writes for the largest of a block: of 128 mantissas, of both signs.
+static void mark_largest(const FormatRow* row, bool is_v, bool* written) {
+    static Image image;
+    static float x[N], back[N];
+    image.row = row, image.tensor = {"tensor", 1, N, true, 0};
+    if (row->stream[1].span != SPAN_RUN) image.span = span_tile(row->stream[1].span, &image.tensor, 0, 0);
+    const StreamInfo& scales = row->stream[1];
+    const int run = scales.span == SPAN_RUN && scales.run > 0 && scales.run < N ? scales.run : N;
+    for (int mantissa = 128; mantissa < 256; mantissa += N / run) {
+        for (int i = 0; i < N; i++) x[i] = (float)(mantissa + i / run) * (i % 2 && !is_v ? -1.0f : 1.0f);
+        image.store(x, back, NoiseKey{5, 1, NOISE_M});
+        for (int i = 0; i < N; i += i % 2 ? run - 1 : 1) written[(uint8_t)image.codes[i]] = true;
+    }
+}
+
 // All numbers that the codes of element i can stand for, with the scales that are stored, in order; of roots their
 // roots. Not those that are never written: NaN, infinity, what lies beyond the largest; of a v above zero, zero.
 static std::vector<std::vector<double>> stored_levels(Image* image, bool is_v) {
-    static float x[N];
+    static float of_code[256][N];
     std::vector<char> kept(image->codes, image->codes + sizeof(image->codes));
     std::vector<std::vector<double>> levels(N);
-    const bool past = strncmp(image->row->name, "lin8", 4) == 0 || image->named("soft8");  // the last code is
-    for (int code = 0; code < (image->bits() == 8 ? 256 - past : 16); code++) {
-        const bool e4m3 = image->named("e4m3") && (code & 127) > 126, e5m2 = image->named("e5m2") && (code & 127) > 123;
-        if (e4m3 || e5m2) continue;
-        memset(image->codes, image->bits() == 8 ? code : code * 17, N);
-        image->row->load(image->streams(), 0, x, N, NoiseKey{});
-        for (int i = 0; i < N; i++) {
-            const double level = image->roots() ? sqrt((double)x[i]) : x[i];
-            if (isfinite(level) && (!is_v || level > 0.0)) levels[i].push_back(level);
+    const int codes = image->bits() == 8 ? 256 : 16;
+    bool written[256] = {};
+    if (codes == 256) mark_largest(image->row, is_v, written);
+    for (int i = 0; i < N && codes == 256; i++) written[(uint8_t)kept[i]] = true;
+    for (int code = 0; code < codes; code++) {
+        memset(image->codes, codes == 256 ? code : code * 17, N);
+        image->row->load(image->streams(), 0, of_code[code], N, NoiseKey{});
+    }
+    for (int i = 0; i < N; i++) {
+        float low = INFINITY, high = -INFINITY;
+        for (int code = 0; code < codes; code++) {
+            if (codes == 256 && !written[code]) continue;
+            low = fminf(low, of_code[code][i]), high = fmaxf(high, of_code[code][i]);
+        }
+        for (int code = 0; code < codes; code++) {
+            const float x = of_code[code][i];
+            const double level = image->roots() ? sqrt((double)x) : x;
+            if (isfinite(level) && x >= low && x <= high && (!is_v || level > 0.0)) levels[i].push_back(level);
         }
     }
     memcpy(image->codes, kept.data(), kept.size());
