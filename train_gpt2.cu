@@ -14,7 +14,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <algorithm>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -211,10 +210,13 @@ template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const int C = m->config.C;
     const int64_t N = (int64_t)m->B * m->T;
-    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
-                     layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
-                     matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C),
-                     m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0});
+    const int64_t needs[] = {
+        attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
+        layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
+        matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C), m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0};
+    int64_t most = 0;
+    for (int64_t bytes : needs) most = bytes > most ? bytes : most;
+    return most;
 }
 
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
@@ -529,7 +531,8 @@ static int64_t activations_bytes(const Model* m, bool backward) {
         return fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
                     : activations_layout<bf16, float>(m, nullptr, train).bytes;
     };
-    return std::max({decoder, bytes(false), bytes(backward)});
+    const int64_t passes = backward && bytes(true) > bytes(false) ? bytes(true) : bytes(false);
+    return decoder > passes ? decoder : passes;
 }
 
 // Bytes of the residual stream at one place.

@@ -81,7 +81,10 @@ static const char* folder_fault(const char* path, size_t train, size_t validatio
     if (train > 0 || (validation > 0 && part != DATASET_TRAIN)) return NULL;
     if (validation > 0) return "holds validation shards (val_*.bin) and no train_*.bin to train on";
     if (!file_exists(path_in(path, "train.bin")))
-        return "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files";
+        return text_kept(
+            "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files, such as "
+            "\"%s/*.bin\"",
+            path);
     return text_kept(
         "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt %s --out DIR, and "
         "--data DIR here",

@@ -103,7 +103,8 @@ static bool set_number(const Option* option, void* field, const char* text, char
     if (size && *end == 'i' && end[1] == 'B') end++;
     if (size && *end == 'B') end++;
     if (size) number = 1024 * floor(number / 1024);
-    if (*end || !isfinite(number) || (whole && number != floor(number))) {  // 10k are a whole number alone
+    if (*end || !isfinite(number) || (whole && number != floor(number)) ||  // 10k are a whole number alone
+        (size && !(number >= option->low && number <= option->high))) {
         return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
                           size    ? "a size such as 24G"
                           : whole ? "a whole number"

@@ -296,7 +296,9 @@ bool safetensors_add(Safetensors* all, const char* path, char* error) {
         SafetensorsTensor* tensor = &all->tensors[all->count++];
         *tensor = (SafetensorsTensor){.name = json->key, .file = number};
         const char* wrong = header_tensor(json, data, bytes, tensor);
-        if (wrong) return data_error(error, "%s is truncated or corrupted: tensor %s %s", path, json->key, wrong);
+        if (wrong)
+            return data_error(error, "%s is truncated, corrupted or of a kind that is not known: tensor %s %s", path,
+                              json->key, wrong);
     }
     const char* wrong = check_tiling(all->tensors + first, all->count - first, data, bytes);
     return !wrong || data_error(error, "%s is truncated or corrupted: %s", path, wrong);

@@ -96,13 +96,6 @@ inline double print_copy_rate(const Device* dev, int64_t bytes) {
     printf("%s: copy %.0f GB/s\n", dev->name, rate * 1e-9);
     return rate;
 }
-
-// One line of a variant that moves so many bytes in so many milliseconds.
-inline void print_rate(const char* name, int64_t rows, int64_t cols, double ms, double bytes, double copy) {
-    printf("%-22s %6lld x %5lld %8.4f ms %6.0f GB/s %5.1f %% of copy", name, (long long)rows, (long long)cols, ms,
-           bytes / ms * 1e-6, 100 * bytes / (1e-3 * ms) / copy);
-}
-
 // Returns the values in device memory as floats.
 inline float* host_floats(Room* room, const bf16* device, int64_t n) {
     const bf16* bits = room->to_host(device, n);

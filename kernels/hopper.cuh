@@ -52,7 +52,8 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
     return map;
 }
 
-// True if this is Hopper and a kernel was built for sm_90a: otherwise it is empty and uses few registers.
+// True if this is Hopper and a kernel was built for sm_90a: otherwise it is empty and uses few registers. Kernels with
+// the same parameters share the answer.
 template <typename Kernel>
 bool hopper_runs(const Device* dev, Kernel* kernel) {
     if (dev->compute != 90) return false;  // a CPU has no driver to ask

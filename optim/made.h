@@ -1,4 +1,5 @@
-// The insides of an optimizer: optim.cu makes them, step.cu takes steps with them, and the other files read them.
+// The insides of an optimizer: optim.cu makes them and step.cu takes steps with them; rows/ and matrix/ do both for the
+// rules that need more, and the other files read them.
 #pragma once
 #include "jit.h"
 #include "matrix/matrix.h"

@@ -5,8 +5,6 @@
 
 #include <assert.h>
 
-#include "matrix/low_rank.h"
-
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
 // Returns the format of the copy that a step writes beside the weights.
@@ -52,7 +50,7 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-// Does the same for an array that checkpoints write, for which the caller may have memory.
+// Allocates a zeroed array that checkpoints write, in the caller's memory if it gives any.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     const bool own = !config->allocate || bytes == 0 || total == &optim->allocated.host;

@@ -4,7 +4,6 @@
 // update about four times faster; the bits are the same).
 #include "each.cuh"
 #include "made.h"
-#include "matrix/low_rank.h"
 
 struct SetGrads {
     Tile* tiles;

@@ -1,7 +1,7 @@
 // Unit tests of data/loader.h and data/tokenizer.h.
 //
-// Shards hold tokens that are a function of their position, so a window tells where it was read. test_prepare.py
-// compares the tokenizer with tiktoken's and the tokenizers library's.
+// Shards hold tokens that are a function of their position, so a window tells where it was read. test_prepare.py and
+// test_vocabulary.py compare the tokenizer with tiktoken's and the tokenizers library's.
 #include <fcntl.h>
 #include "../../data/loader.h"
 #include "../../data/tokenizer.h"

@@ -1,6 +1,6 @@
 // Tests against other optimizers: PyTorch, torchao, bitsandbytes and FlashOptim. dev/reference/make_peers.py ran their
 // own code and wrote what they store for given numbers and after given steps; here the same numbers go through our
-// public functions (on the CPU, whose bits are the GPU's), and levels, codes, scales and weights are compared.
+// formats and steps (on the CPU, whose bits are the GPU's), and levels, codes, scales and weights are compared.
 //
 // If conventions are the same, a code may differ for one reason: the number lies on the bound between two levels as
 // nearly as either program's rounding of y = x / scale can tell (near_bound, below). So every code that differs must be

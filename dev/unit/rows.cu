@@ -82,6 +82,21 @@ TEST(rows_convert_refusals) {
     }
 }
 
+// The limiter's norms are part of a checkpoint, and a run without them begins anew.
+TEST(limit_growth_resumes) {
+    OptimConfig config[] = {rows_config("adamw"), rows_config("adamw")};
+    config[1].limit_growth = 1.01f;
+    for (int from = 0; from < 2; from++) {
+        OptimRun run[2];
+        run_open(&run[0], &config[from], model, OPTIM_FP32);
+        run_open(&run[1], &config[1 - from], model, OPTIM_FP32);
+        run_steps(&run[0], 1, 3, plain_steps());
+        expect(load(&run[0], &run[1], error), "%s", error);
+        for (OptimRun& each : run) run_steps(&each, 4, 6, plain_steps());
+        expect(difference(&run[0], &run[1]), "the limiter does nothing");
+    }
+}
+
 // A tensor whose first gradients are zero must not be held near 0 afterwards (families.md: 1387 steps).
 TEST(limit_growth_begins_after_zeros) {
     const SettleArguments none = {};

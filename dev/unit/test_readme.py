@@ -30,24 +30,28 @@ def tables(path, columns):
 
 def test_links():
     """Each link's file exists, and has the heading that is named."""
+    count = 0
     for path in READMES:
         for link in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
             file, _, heading = link.partition("#")
-            there = path.parent / file if file else path
+            there, count = path.parent / file if file else path, count + 1
             assert there.exists(), f"{path}: {link}"
             if there.is_dir() or not heading:
                 continue
             names = [re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in there.read_text().splitlines() if line[:1] == "#"]
             assert heading in names, f"{path}: {link}"
+    assert count > 40, f"{count} links"
 
 
 def test_options():
     """The options of each line that calls ./train are in --help."""
-    known = set(re.findall(r"^  (--[a-z0-9-]+)", train("--help"), re.M))
+    known, count = set(re.findall(r"^  (--[a-z0-9-]+)", train("--help"), re.M)), 0
     for path in READMES:
         for line in re.findall(r"^(?:    |.*`)(?:\$ )?\./train ([^`#]*)", path.read_text(), re.M):
-            unknown = set(re.findall(r"(?<![\w'])--[a-z][a-z0-9-]*", line)) - known
-            assert not unknown, f"{path}: {line}: {unknown}"
+            typed = set(re.findall(r"(?<![\w'])--[a-z][a-z0-9-]*", line))
+            count += len(typed)
+            assert not typed - known, f"{path}: {line}: {typed - known}"
+    assert count > 40, f"{count} options"
 
 
 def test_sizes():

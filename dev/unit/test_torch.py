@@ -65,6 +65,22 @@ PRESETS = ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e", "adaf
 MATRIX_PRESETS = ("muon", "muon8", "muon4", "galore8", "apollo-mini")
 
 
+def test_torch_losses_fall():
+    for device in DEVICES:
+        for preset in PRESETS + MATRIX_PRESETS:
+            model, matrices = model_of(device), preset in MATRIX_PRESETS  # whose updates do not shrink with the gradient
+            optimizer, (x, y), losses = make(model, preset=preset), batch(model, 1), []
+            for number in range(160 if matrices else 40):
+                if matrices:
+                    optimizer.param_groups[0]["lr"] = 2e-2 * (1 - number / 160)
+                optimizer.zero_grad()
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[-1] < 0.2 * losses[0], (device, preset, losses[0], losses[-1])
+
+
 def test_torch_groups_schedulers_closures_hooks():
     for device in DEVICES:
         model = model_of(device)

@@ -1,4 +1,4 @@
-// The optimizer in a checkpoint (optim.h): its arrays, which files hold unsharded; its formats as JSON; and the options
+// The optimizer in a checkpoint (checkpoint.h): its arrays, which files hold unsharded; its formats as JSON; and the options
 // of a run that resumes with other ones.
 #include <stdlib.h>
 #include <string.h>

@@ -105,7 +105,7 @@ struct Gradients {
     }
 };
 
-// Copies the gradients of a chunk, times their factor, to work->scratch.
+// Copies the gradients of a chunk, times their factor, to MatrixWork.scratch.
 static void low_gradients(const LowStep* low, const MatrixChunk* chunk) {
     const int64_t count = chunk->tiles * TILE_ELEMENTS;
     const Tile* tiles = low->step->tiles + chunk->tile;

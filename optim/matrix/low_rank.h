@@ -67,8 +67,8 @@ struct LowStep {
     bool in_bf16;  // low_rank_in_bf16
 };
 
-// Computes new directions Q if they are due, and projects the gradients of a chunk into work->low.
+// Computes new directions Q if they are due, and projects the gradients of a chunk into MatrixWork.low.
 void low_rank_project(const LowStep* low, int chunk);
 
-// Turns N, in work->direction, and the gradients into the updates, in work->scratch.
+// Turns N, in MatrixWork.direction, and the gradients into the updates, in MatrixWork.scratch.
 void low_rank_update(const LowStep* low, int chunk);

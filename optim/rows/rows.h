@@ -1,6 +1,6 @@
-// The host's side of the passes before the step of rules that read rows, columns or tensors (rows.cuh): it plans the
-// passes of a launch and runs their CPU version and their ends. optim.cu owns the memory and launches the kernel of
-// sums.cuh, which depends on the formats.
+// The host's side of the passes before the step of rules that read rows, columns or tensors (rows.cuh): rows.cu plans
+// the passes of a launch, makes their tables and the kernel of sums.cuh, which depends on the formats, and runs them on
+// either device.
 #pragma once
 #include "../jit.h"
 #include "../plan.h"

@@ -140,6 +140,7 @@ class Optimizer(torch.optim.Optimizer):
     def _begin(self):
         self._parts, self._part_of, self._names, self._rules, self._end = [], {}, {}, {}, 0
         self._flat, self._apart, self._dicts, self._unwrapped = None, None, [], False
+        self._written = set()  # parameters that other code wrote, whose part is gone and the next one not yet there
 
     @staticmethod
     def _check_group(group):
@@ -407,11 +408,9 @@ class Optimizer(torch.optim.Optimizer):
                 part.step(its, groups, max(part.age) + 1 if self._apart else step, part.gpu and captured)
                 stepped = stepped or not captured
             except OtherGradients:  # the same states go on in parts that take such gradients
-                written = [part.params[t] for t in part.written()]
+                self._written.update(part.params[t] for t in part.written())
                 self._forget([part])
                 self._make_missing(params, grads)
-                for new, t in (self._part_of[p] for p in written if p in self._part_of):
-                    new.take_over([t])
                 parts += self._of([p for p, grad in zip(part.params, its) if grad is not None])
         if stepped:
             for group in groups:
@@ -457,6 +456,10 @@ class Optimizer(torch.optim.Optimizer):
         self._restore(kept, types)
         for its, grads in self._by_part([p for p, _ in new if p not in kept], types):
             self._add_part(its, grads, self._apart and self._apart[its[0]]).publish(self.state, [0] * len(its))
+        for p in [p for p, _ in new if p in self._written]:
+            self._written.discard(p)
+            part, t = self._part_of[p]
+            part.take_over([t])
 
     def _catch_up(self):
         """Counts the steps that replayed graphs have taken."""

@@ -371,7 +371,7 @@ class Part:
                                    f"{local.device}; move or change the model first and make the optimizer then")
         if self.watched and self.weights is not None:
             self.take_over(t for t, (then, now) in enumerate(zip(self.weights, where))
-                            if then != now and (is_capturing() or not self._is_kept(t)))  # a capture is refused
+                           if then != now and (is_capturing() or not self._is_kept(t)))  # a capture is refused
         self.where, self.weights = where, array.array("Q", where)
 
     def take_over(self, tensors):
