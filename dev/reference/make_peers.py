@@ -18,9 +18,8 @@ Contents, kept being 512 elements, the first 256 of tensor a (with decay) and of
     <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
     split.weights             F32  weights; split.high BF16: FlashOptim's, to which it keeps 8 or 16 bits more
     run.start, run.grads      F32  (kept), (STEPS, kept): weights and gradients of the runs
-    run.<peer>.<stream>.<t>        after step t: weights, m, v, slow, m.codes, m.scales, ...
-    adafactor8bit.*                its logarithmic codes and scales of input.v (squared) and its table of 4 bits, for
-                                   formats that are not there yet
+    run.<peer>.<stream>.<t>        after step t of torch and bitsandbytes in fp32: weights, m, v, slow
+    adafactor8bit.*                its logarithmic codes and scales of input.v (squared)
 """
 
 import argparse
@@ -42,7 +41,6 @@ import bitsandbytes.backends.cpu.ops
 import flashoptim.optimizers as flashoptim
 import triton.language
 import triton.runtime.interpreter as interpreter
-from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
@@ -50,7 +48,6 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 STEPS = 6
 AFTER_LAST = (5, 6)  # steps after which a run is stored
 AFTER_FIRST = (1, 5, 6)
-WITH_FIRST = ("torch.adamw", "torchao.adamw8", "torchao.adamw4", "torchao.adamwfp8", "bitsandbytes.adamw8")
 KEPT = (256, 256)  # elements of a and b
 RUN = 4096  # elements of a tensor as the peers see it, zeros from KEPT on: what is shorter, most keep in fp32
 
@@ -285,39 +282,20 @@ def keep(a, b):
     return torch.cat([x.detach().flatten()[: x.numel() * n // RUN].clone() for x, n in zip((a, b), KEPT)])
 
 
-def run(tensors, name, start, grads, make, streams, dtype=torch.float32):
-    """make(parameters) returns what takes step t with gradients, streams(parameter) the arrays that belong to it."""
-    parameters = [torch.nn.Parameter(x.to(dtype)) for x in pieces(start)]
-    step = make(parameters)
+def run_optimizer(tensors, name, start, grads, create, streams):
+    """create(groups) makes an optimizer with torch's interface, streams(state) the arrays that belong to a parameter;
+    decay is a's alone."""
+    parameters = [torch.nn.Parameter(x) for x in pieces(start)]
+    optimizer = create([{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (DECAY, 0.0))])
     for t in range(1, STEPS + 1):
-        step(t, pieces(grads[t - 1]))
-        if t not in (AFTER_FIRST if name in WITH_FIRST else AFTER_LAST):
+        for parameter, gradient in zip(parameters, pieces(grads[t - 1])):
+            parameter.grad = gradient
+        optimizer.step()
+        if t not in (AFTER_FIRST if name == "torch.adamw" else AFTER_LAST):
             continue
-        a, b = (streams(parameter) for parameter in parameters)
+        a, b = ({"weights": p, **streams(optimizer.state[p])} for p in parameters)
         for stream in a:
             tensors[f"run.{name}.{stream}.{t}"] = keep(a[stream], b[stream])
-
-
-def run_optimizer(tensors, name, start, grads, create, streams):
-    """create(groups) makes an optimizer with torch's interface; decay is a's alone."""
-    made = []
-
-    def make(parameters):
-        groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (DECAY, 0.0))]
-        made.append(create(groups))
-
-        def step(t, gradients):
-            for parameter, gradient in zip(parameters, gradients):
-                parameter.grad = gradient
-            made[0].step()
-
-        return step
-
-    run(tensors, name, start, grads, make, lambda p: {"weights": p, **streams(made[0].state[p])})
-
-
-def in_blocks(key, state):
-    return {f"{key}.codes": state.codes.view(torch.uint8), f"{key}.scales": state.scale}
 
 
 def run_torch(tensors, start, grads):
@@ -328,71 +306,18 @@ def run_torch(tensors, start, grads):
     run_optimizer(tensors, "torch.adam", start, grads, lambda g: torch.optim.Adam(g, **adam, **each), moments)
     sgd = lambda g: torch.optim.SGD(g, lr=LR, momentum=BETA1, **each)
     run_optimizer(tensors, "torch.sgd", start, grads, sgd, lambda s: {"m": s["momentum_buffer"]})
-    blocks = lambda s: {**in_blocks("m", s["exp_avg"]), **in_blocks("v", s["exp_avg_sq"])}
-    for name, kind in (("adamw8", AdamW8bit), ("adamw4", AdamW4bit), ("adamwfp8", AdamWFp8)):
-        run_optimizer(tensors, "torchao." + name, start, grads, lambda g: kind(g, **adam), blocks)
 
 
 def run_bitsandbytes(tensors, start, grads):
     library = bitsandbytes.optim
-    adam = dict(lr=LR, betas=(BETA1, BETA2), eps=EPS)
     mix = dict(lr=LR, betas=(BETA1, BETA2, BETA3), alpha=ALPHA, eps=EPS, t_alpha=RAMP, t_beta3=RAMP)
     lion = dict(lr=LR, betas=(BETA1, BETA2))
-    blocks = lambda s: {
-        "m.codes": s["state1"],
-        "m.scales": s["absmax1"],
-        **({"v.codes": s["state2"], "v.scales": s["absmax2"]} if "absmax2" in s else {}),
-    }
     slow = lambda s: {"m": s["state1"][0], "slow": s["state1"][1], "v": s["state2"]}
     for name, create, streams in (
-        ("adamw8", lambda g: library.AdamW8bit(g, **adam), blocks),
         ("lion", lambda g: library.Lion32bit(g, **lion), lambda s: {"m": s["state1"]}),
-        ("lion8", lambda g: library.Lion8bit(g, **lion), blocks),
         ("ademamix", lambda g: library.AdEMAMix(g, **mix), slow),
     ):
         run_optimizer(tensors, "bitsandbytes." + name, start, grads, create, streams)
-
-
-def eight_bits():
-    return {
-        "m.codes": torch.zeros(RUN, dtype=torch.int8),
-        "m.scales": torch.zeros(RUN // 32, dtype=torch.float16),
-        "v.codes": torch.zeros(RUN, dtype=torch.uint8),
-        "v.scales": torch.zeros(RUN // 32, dtype=torch.float16),
-    }
-
-
-def run_flashoptim(tensors, start, grads):
-    """Its kernels; its classes quantise on a GPU only. AdamW with bf16 weights and 8 bits more, Lion with fp32 ones."""
-    state, low = {}, {}
-
-    def make_adamw(parameters):
-        state.update({p: eight_bits() for p in parameters})
-        low.update({p: torch.zeros(RUN, dtype=torch.int8) for p in parameters})
-
-        def step(t, gradients):
-            for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
-                m, m_scales, v, v_scales = state[p].values()
-                flashoptim._fused_adam_step(
-                    m, m_scales, v, v_scales, p.data, g, low[p], LR, BETA1, BETA2, EPS, decay, True, t
-                )
-
-        return step
-
-    def make_lion(parameters):
-        state.update({p: eight_bits() for p in parameters})
-
-        def step(t, gradients):
-            for p, g, decay in zip(parameters, gradients, (LR * DECAY, 0.0)):
-                m, m_scales = (state[p][name] for name in ("m.codes", "m.scales"))
-                flashoptim._fused_momentum_step(m, m_scales, p.data, g, None, LR, BETA2, BETA1, decay, do_lion=True)
-
-        return step
-
-    adamw = lambda p: {"weights": flashoptim.reconstruct_fp32_param(p.data, low[p]), **state[p]}
-    run(tensors, "flashoptim.adamw", start, grads, make_adamw, adamw, torch.bfloat16)
-    lion = lambda p: {"weights": p, **{name: state[p][name] for name in ("m.codes", "m.scales")}}
-    run(tensors, "flashoptim.lion", start, grads, make_lion, lion)
 
 
 def run_adafactor8bit(tensors, sets):
@@ -400,7 +325,6 @@ def run_adafactor8bit(tensors, sets):
     codes, scales, _, _ = adafactor8bit._log_quantize_nonneg(x * x)
     tensors["adafactor8bit.log8.v.codes"] = codes.flatten()[: len(x)]
     tensors["adafactor8bit.log8.v.scales"] = scales
-    tensors["adafactor8bit.table4"] = adafactor8bit._NF4_TABLE
 
 
 def main():
@@ -421,7 +345,6 @@ def main():
     tensors.update({"run.start": start, "run.grads": grads})
     run_torch(tensors, start, grads)
     run_bitsandbytes(tensors, start, grads)
-    run_flashoptim(tensors, start, grads)
     run_adafactor8bit(tensors, sets)
 
     packages = ("torch", "triton", "torchao", "bitsandbytes", "flashoptim", "adafactor8bit", "numpy")
