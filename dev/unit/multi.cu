@@ -39,6 +39,9 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--preset fp8w8e --override ln*|*.bias:weights=bf16+8:sr");  // but for some
     check_modes(test, false, 2, 1, "--recompute block");
     check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
+    check_modes(test, false, 3, 1, "--preset muon8w8");
+    check_modes(test, false, 2, 1, "--preset flash24");
+    check_modes(test, false, 3, 1, "--preset adamw4d");
     check_modes(test, false, 3, 1, "--rule normuon");
     check_modes(test, false, 3, 1, "--preset galore8 --rank-gap 2");
     check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
