@@ -1,5 +1,5 @@
-// The optimizer in a checkpoint (checkpoint.h): its arrays, which files hold unsharded; its formats as JSON; and the options
-// of a run that resumes with other ones.
+// The optimizer in a checkpoint (checkpoint.h): its arrays, which files hold unsharded; its formats as JSON; and the
+// options of a run that resumes with other ones.
 #include <stdlib.h>
 #include <string.h>
 
