@@ -209,6 +209,7 @@ TEST(formats_stochastic_counts) {
         for (uint32_t noise = 0; noise < 65536; noise++) {
             if (format.zero > 0 || (format.zero == 0 && format.has_sign))
                 moved += format.decode(format.stochastic(0.0f, noise, 0)) != 0.0f;
+            if (format.zero == 0 && !format.has_sign) moved += format.stochastic(0.0f, noise, 0) > 1;
             for (float y : {format.largest, format.largest * 1.0000003f})
                 moved += format.stochastic(y, noise, 0) != top;
         }
