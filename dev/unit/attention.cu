@@ -160,8 +160,8 @@ OPERATOR_TEST(attention_fp32_gpu) {
 }
 
 #ifdef __CUDACC__
-// On Hopper a block stays and draws work: of the last shape 288 pieces forward for heads of 64, 384 for 128, and 384
-// tiles of keys backward, so that of 132 blocks each goes on from one to the next.
+// On Hopper a persistent block takes one work item after another: the last shape has 288 items forward for heads of 64,
+// 384 for 128, and 384 tiles of keys backward, so that of 132 blocks each goes on from one to the next.
 OPERATOR_TEST(attention_bf16_gpu) {
     for (int HS : {64, 128}) {
         check_card<bf16>(test, &worst, &dev, HS, {1, 37, 64, 100, 129, 192, 320, 1000, 1024, 2100});

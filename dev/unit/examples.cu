@@ -38,7 +38,7 @@ static void store_tile(uint32_t slot, unsigned char* codes, unsigned char* scale
     Storage::load({codes, scales}, 0, back, TILE_ELEMENTS, NoiseKey{3, 5, slot});
 }
 
-// To nearest and with noise, as m and as v: the bits of lin8, as it says.
+// The example format has the bits of lin8, to nearest and with noise, as m and as v.
 template <int BLOCK, class Scale, Rounding ROUNDING>
 static void check_format(Test* test) {
     static unsigned char codes[2][TILE_ELEMENTS], scales[2][TILE_ELEMENTS];

@@ -73,7 +73,7 @@ def test_torch_rules_of_matrices_leave_the_rest():
         own = rules.pop("layers.0.fc.weight")
         assert len(set(map(frozenset, rules.values()))) == 1 and own != rules["bias"], (preset, own, rules)
         assert "v" in rules["bias"], preset
-    # As transformers' Trainer makes its optimizers: groups without names, or with those of a model.
+    # transformers' Trainer makes its optimizers with groups of parameters without names, or with those of a model.
     model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 8), "fc": torch.nn.Linear(8, 8)})
     for names in (None, model):
         optimizer = nibble_optim.Optimizer([{"params": list(model.parameters())}], preset="muon8", names=names)

@@ -1,4 +1,4 @@
-// Where the arrays of a tensor lie: for checkpoints, and for the library, which shows them to its callers.
+// This header says where the arrays of a tensor lie. Checkpoints need it, and the library, which shows them to callers.
 #pragma once
 #include "../plan.h"
 
