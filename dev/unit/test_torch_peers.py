@@ -6,17 +6,19 @@ import inspect
 import unittest.mock
 import warnings
 
-from test_torch import raises, torch
+from test_torch import nibble_optim, raises, torch
 
 PACKAGES = {"bitsandbytes.optim": "bitsandbytes", "torchao.optim": "torchao", "flashoptim": "flashoptim",
             "torch.optim": "torch_optim", "came_pytorch": "came_pytorch", "galore_torch": "galore_torch",
-            "apollo_torch": "apollo_torch"}
+            "apollo_torch": "apollo_torch", "transformer_engine.pytorch.optimizers": "transformer_engine"}
 NOT_THERE = {"FlashOptimizer", "CPUOffloadOptimizer"}  # a base class; one without an own step
 # Arguments without which a peer needs a GPU, or which it has no defaults for.
 NEEDED = {"flashoptim": dict(quantize=False, master_weight_bits=None, fused=False), "came_pytorch": dict(lr=1e-3)}
 # How far the weights may be off, of the way that they have gone: bitsandbytes rounds codes otherwise, torch's Muon
-# computes in bf16, came_pytorch does not correct v. None: other directions, so only the arguments are compared.
-MOST = {"GaLore": None, "APOLLO": None, "4bit": 1e-3, "Fp8": 1e-3, "8bit": 0.01, "Muon": 0.02, "CAME": 0.1, "": 1e-4}
+# computes in bf16, came_pytorch does not correct v. None: other directions, or a step on GPUs alone, so only the
+# arguments are compared.
+MOST = {"GaLore": None, "APOLLO": None, "Fused": None,
+        "4bit": 1e-3, "Fp8": 1e-3, "8bit": 0.01, "Muon": 0.02, "CAME": 0.1, "": 1e-4}
 # Classes whose own step fails, and others that take the same.
 FAILS = {"AdEMAMix32bit": "AdEMAMix", "PagedAdEMAMix32bit": "PagedAdEMAMix"}
 
@@ -109,6 +111,11 @@ def test_torch_compat():
             optimizer.step()
             assert (params[0] != 1).any() and (params[1] != 1).any(), kind
             kind(copy.deepcopy(params), lr=0.1, weight_decay=0.01).load_state_dict(optimizer.state_dict())
+            again, its = copy.deepcopy((optimizer, params))
+            for p, q in zip(params, its):
+                q.grad = p.grad
+            optimizer.step(), again.step()
+            assert all(map(torch.equal, params, its)), kind
             if kind in (bitsandbytes.AdamW8bit, torchao.AdamW8bit):  # whose small tensors keep 32 bits
                 assert [optimizer.state[p]["m"].dtype for p in params] == [torch.float32, torch.uint8]
     p = torch.nn.Parameter(torch.ones(4))
@@ -120,8 +127,8 @@ def test_torch_compat():
 
 
 def test_torch_compat_more():
-    """bitsandbytes' overrides of parameters, torchao's offloading, TransformerEngine's masters."""
-    from nibble_optim.compat import bitsandbytes, torchao, transformer_engine
+    """bitsandbytes' overrides of parameters, torchao's offloading."""
+    from nibble_optim.compat import bitsandbytes, torchao
     params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
     bitsandbytes.GlobalOptimManager.get_instance().override_config(params[1], "optim_bits", 32)
     optimizer = bitsandbytes.AdamW8bit(params)
@@ -133,9 +140,114 @@ def test_torch_compat_more():
     optimizer.step(), offloaded.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     assert torch.equal(hosts[0], params[0])
-    for more, kept in (({}, {"master"}), ({"store_param_remainders": True}, {"weights.low"})):
-        half = torch.nn.Parameter(torch.ones(64, 64).bfloat16())
-        fused = transformer_engine.FusedAdam([half], master_weights=True, **more)
-        half.grad = torch.ones_like(half)
-        fused.step()
-        assert kept <= set(fused.state[half]) and "exp_avg" in fused.state[half], set(fused.state[half])
+
+
+def halves(dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((20, 256), (70,))]
+
+
+def adam_steps(optimizer, params, steps, masters=None, grad="grad", **settings):
+    """Steps with gradients of a regression, which torch.optim.AdamW of fp32 masters gets too. Returns these."""
+    masters = [torch.nn.Parameter(value.clone()) for value in masters or [p.detach().float() for p in params]]
+    reference = torch.optim.AdamW(masters, lr=1e-3, **{"weight_decay": 0.0, **settings})
+    for step in range(steps):
+        for p, q in zip(params, masters):
+            slope = q.detach() + torch.cos(torch.arange(float(p.numel())) * (step + 1)).view(p.shape)
+            setattr(p, grad, slope if grad == "decoupled_grad" else slope.to(p.dtype))
+            q.grad = getattr(p, grad).float()
+        optimizer.step(), reference.step()
+    return masters, reference
+
+
+def test_torch_transformer_engine_masters():
+    """FusedAdam's masters, separate or as remainders, made here or the caller's, take AdamW's steps in fp32; its states
+    go out and in under TransformerEngine's names."""
+    from nibble_optim.compat.transformer_engine import FusedAdam
+    for dtype, more, kept in ((torch.bfloat16, {}, "master"), (torch.float16, {}, "master"),
+                              (torch.bfloat16, {"store_param_remainders": True}, "weights.low"),
+                              (torch.float16, {"store_param_remainders": True}, "master")):
+        params, own = halves(dtype), [p.detach().float() + 1e-4 for p in halves(dtype)]
+        fused = FusedAdam(params, weight_decay=0.1, master_weights=True, **more)
+        for p, value in zip(params, own):
+            fused.set_scaled_state(p, "master_param", value)
+            assert torch.equal(p, value.to(dtype)) and torch.equal(fused.state[p]["master_param"], value)
+        masters, reference = adam_steps(fused, params, 20, own, weight_decay=0.1)
+        assert len(fused.describe()) == 1
+        for p, q, begin in zip(params, masters, own):
+            value = fused.state[p]["master_param"]
+            assert kept in fused.state[p] and torch.equal(p, value.to(dtype))
+            assert (value - q).norm() < 1e-4 * (q - begin).norm(), (dtype, more)
+            given = fused.get_unscaled_state(p, "master_param")
+            assert given.dtype is (torch.int16 if kept == "weights.low" else torch.float32)
+        saved = {"state": {i: {name: fused.get_unscaled_state(p, name) for name in ("exp_avg", "exp_avg_sq",
+                                                                                    "master_param")}
+                           for i, p in enumerate(params)},
+                 "param_groups": [{**fused.state_dict()["param_groups"][0], "step": 20}]}
+        del saved["param_groups"][0]["steps"]
+        its = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        again = FusedAdam(its, master_weights=True, **more)
+        again.load_state_dict(saved)
+        for one, other in ((fused, params), (again, its)):
+            for p in other:
+                p.grad = torch.ones_like(p)
+            one.step()
+        assert all(torch.equal(fused.state[p]["master_param"], again.state[q]["master_param"])
+                   for p, q in zip(params, its)), (dtype, more)
+
+
+def test_torch_transformer_engine_arguments():
+    from nibble_optim.compat.transformer_engine import FusedAdam
+    for moments, most in ((torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.02), (torch.uint8, 0.1)):
+        params = halves(torch.float32)
+        before = [p.detach().clone() for p in params]
+        fused = FusedAdam(params, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, capturable=True)
+        assert fused.param_groups[0]["lr"].dtype is torch.float32
+        for p, q, begin in zip(params, adam_steps(fused, params, 20)[0], before):
+            assert (p - q).norm() < most * (q - begin).norm(), (moments, (p - q).norm() / (q - begin).norm())
+        size = fused.state[params[0]]["m"].element_size()
+        assert size == torch.empty(0, dtype=moments).element_size(), (moments, size)
+    params = halves()
+    fused = FusedAdam(params, use_decoupled_grad=True, master_weights=True, set_grad_none=False)
+    for p, q in zip(params, adam_steps(fused, params, 5, grad="decoupled_grad")[0]):
+        assert (fused.state[p]["master_param"] - q).abs().max() < 1e-5 and p.grad is None
+    fused.zero_grad()
+    assert not params[0].decoupled_grad.any()
+    raises(ValueError, "leave one out", lambda: fused.zero_grad(set_to_none=True))
+    for words, more in [("amsgrad=True", dict(amsgrad=True)), ("bias_correction=False", dict(bias_correction=False)),
+                        ("take store_param_remainders=True", dict(master_weights=True, master_weight_dtype=torch.half)),
+                        ("take torch.float32", dict(exp_avg_dtype=torch.int8))]:
+        raises(ValueError, words, lambda: FusedAdam(halves(), **more))
+
+
+def test_torch_copies():
+    """Copies beside the weights: the fp32 parameter or master, rounded; amax and 1 / scale are exact."""
+    from nibble_optim.copies import write_copies
+    for settings, dtype in ((dict(m="fp32", v="fp32"), torch.float32), (dict(weights="bf16+16"), torch.bfloat16)):
+        params = halves(dtype)
+        optimizer = nibble_optim.Optimizer(params, **settings)
+        fp8 = [dict(data=torch.empty(p.shape, dtype=kind), amax=torch.zeros(1), scale_inv=torch.zeros(1))
+               for p, kind in zip(params, (torch.float8_e4m3fn, torch.float8_e5m2))]
+        fp8[1]["scale"] = torch.tensor([3e4])  # saturates
+        low = [torch.empty(p.shape, dtype=kind) for p, kind in zip(params, (torch.bfloat16, torch.float16))]
+        handles = [write_copies(optimizer, dict(zip(params, copies))) for copies in (fp8, low)]
+        adam_steps(optimizer, params, 3)
+        for p, copy8, copy16 in zip(params, fp8, low):
+            value = optimizer.state[p]["master_param"] if dtype is torch.bfloat16 else p.detach()
+            most, amax = torch.finfo(copy8["data"].dtype).max, value.abs().max()
+            scale = copy8.get("scale", most / amax)
+            assert torch.equal(copy16, value.to(copy16.dtype)) and copy8["amax"] == amax
+            assert copy8["scale_inv"] == 1 / scale and copy8["data"].isfinite().all()
+            assert torch.equal(copy8["data"].float(),
+                               (value * scale).clamp(-most, most).to(copy8["data"].dtype).float())
+        before = low[0].clone()
+        [handle.remove() for handle in handles]
+        adam_steps(optimizer, params, 1)
+        assert torch.equal(low[0], before) and not torch.equal(params[0].to(low[0].dtype), before)
+    p = halves()[0]
+    optimizer = nibble_optim.Optimizer([p], weights="e4m3/tensor+fp32")
+    adam_steps(optimizer, [p], 1)
+    state, codes = optimizer.state[p], optimizer.state[p]["weights"][:p.numel()].view(torch.float8_e4m3fn).view(p.shape)
+    amax, inverse, scale = state["weights.scales"]
+    assert amax == state["master"].abs().max() and abs(inverse * scale - 1) < 1e-6
+    assert torch.equal(p, (codes.float() * inverse).bfloat16())

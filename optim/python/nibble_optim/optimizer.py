@@ -104,6 +104,8 @@ class Optimizer(torch.optim.Optimizer):
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factor of a parameter's lr
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
+    _grad_name = "grad"  # of the attribute of parameters that has their gradients
+    _given = {}  # what compat set of these and of its own, for copies
 
     def __init__(self, params: Iterable, preset: str = "adamw8", lr: Union[float, torch.Tensor] = 1e-3,
                  weight_decay: float = 0.1, betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *,
@@ -377,7 +379,7 @@ class Optimizer(torch.optim.Optimizer):
         flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
-        grads = [p.grad for p in self._flat]
+        grads = [getattr(p, self._grad_name, None) for p in self._flat]
         self._step(self._flat, grads)
         return loss
 
@@ -455,7 +457,7 @@ class Optimizer(torch.optim.Optimizer):
         kept = {p: dict(self.state[p]) for p, _ in new if self.state.get(p)}
         self._restore(kept, types)
         for its, grads in self._by_part([p for p, _ in new if p not in kept], types):
-            self._add_part(its, grads, self._apart and self._apart[its[0]]).publish(self.state, [0] * len(its))
+            self._new_part(its, grads, [0] * len(its))
         for p in [p for p, _ in new if p in self._written]:
             self._written.discard(p)
             part, t = self._part_of[p]
@@ -504,7 +506,8 @@ class Optimizer(torch.optim.Optimizer):
         for saved, group in zip(saved_groups, self.param_groups):
             if "steps" not in saved:  # another optimizer's
                 saved.update({key: value for key, value in group.items() if key not in saved})
-                saved["steps"] = max([0, *(int(its["step"]) for its in state_dict["state"].values() if "step" in its)])
+                each = [its["step"] for its in state_dict["state"].values() if "step" in its]
+                saved["steps"] = max(map(int, [saved.pop("step", 0), *each]))  # TransformerEngine counts in groups
                 saved["betas"] = saved["betas"][:2]
             for key in FORMATS:
                 if saved.get(key) != group.get(key):
@@ -537,10 +540,25 @@ class Optimizer(torch.optim.Optimizer):
         for its, grads in self._by_part(own, types):
             self._restore_part(its, grads, states)
         for its, grads in self._by_part(others, types):
-            part = self._add_part(its, grads, self._apart and self._apart[its[0]])
-            part.publish(self.state, [int(states[p].get("step", 0)) for p in its])
+            steps = [self.param_groups[self._group_of[p]]["steps"] for p in its]
+            part = self._new_part(its, grads, [int(states[p].get("step", step)) for p, step in zip(its, steps)])
             for t, p in enumerate(its):
                 part.take_moments(t, states[p], self._names[p])
+            masters = {t: states[p]["master_param"] for t, p in enumerate(its) if "master_param" in states[p]}
+            if masters:
+                part.begin_masters(masters)
+
+    def _new_part(self, its, grads, ages):
+        part = self._add_part(its, grads, self._apart and self._apart[its[0]])
+        part.publish(self.state, ages)
+        return part
+
+    def _make_all(self):
+        """Makes the parts of parameters that have none before their first step, with masters made from them."""
+        if self._flat is None:
+            self._flatten()
+        for its, grads in self._by_part([p for p in self._flat if p.requires_grad and p not in self._part_of], {}):
+            self._new_part(its, grads, [0] * len(its)).begin_masters({})
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
@@ -558,7 +576,7 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
-                "_bf16_weights": self._bf16_weights, "_transposed": self._transposed,
+                "_transposed": self._transposed, "_given": self._given, **self._given,
                 "_named": self._named, "_in_backward": self._apart is not None}
 
     def __setstate__(self, state):

@@ -10,7 +10,7 @@ from . import library, shares
 
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of gradients; others become one of these
 PARAMETERS = {**NUMBERS, torch.float16: "fp16"}
-MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v"}  # torch's names
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "master_param": "master"}  # torch's names and TransformerEngine's
 # Other states, int16 among them, which collectives do not take, are bytes.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 TILE = 2048
@@ -22,7 +22,7 @@ class OtherGradients(Exception):
 
 class Noted(dict):
     """The states of a parameter in optimizer.state. Notes changes, but not those of the values of a tensor. It also
-    answers to torch's names, with copies of the moments in fp32, which iterating and saving leave out."""
+    answers to other packages' names, with copies in fp32, which iterating and saving leave out."""
 
     changes = None
     part, tensor = None, 0
@@ -224,12 +224,18 @@ class Part:
         return self.shares.spread({t: self.views[t] for t in mine})
 
     def keeps(self, tensor, name):
-        """Returns True if moment "m" or "v" of a parameter lies here, in the parameter's shape."""
+        """Returns True if moment "m" or "v" of a parameter lies here, in the parameter's shape, or its "master", which may
+        be 16 bits beside bf16."""
+        if name == "master":
+            return tensor not in self.owned and any(state == "master" or (state, bits) == ("weights.low", 16)
+                                                    for state, *_, bits in self._states(tensor))
         its = [(state.split(".")[0], run) for state, *_, run, _ in self._states(tensor)]
         return any(state == name for state, _ in its) and ("m", 0) not in its  # galore's m has another shape
 
     def moment(self, tensor, name, values=None):
-        """Returns moment "m" or "v" of a parameter in fp32, or sets it to `values`, rounded to its format."""
+        """Returns moment "m" or "v" of a parameter, or "master", in fp32, or sets it to `values`, rounded to its format."""
+        if name == "master":
+            return self._master(tensor, values)
         handle = self.shares.handle if tensor in self.owned else self.handle
         shape, turned = self.kept_shapes[tensor], self.turned[tensor]
         host = torch.empty(shape[::-1] if turned else shape)
@@ -238,6 +244,35 @@ class Part:
             host.copy_(values.t() if turned else values)
         handle.moment(tensor, name, host.data_ptr(), values is not None, self.stream())
         return (host.t() if turned else host).to(self.device)
+
+    def _master(self, tensor, values):
+        """Returns the fp32 value of a parameter that has a master or 16 bits beside it, or sets it, and the parameter.
+        `values` may be int16: the bits beside the parameter."""
+        p, master = self.locals[tensor].data, self.views[tensor].get("master")
+        if master is None:
+            low = self.views[tensor]["weights.low"].reshape(-1)[:2 * p.numel()].view(torch.int16)
+            low = low.view(p.shape[::-1]).t() if self.turned[tensor] else low.view(p.shape)
+        if values is None:
+            return master.clone() if master is not None else \
+                ((p.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+        if values.dtype is torch.int16:
+            values = ((p.view(torch.int16).int() << 16) + values.to(p.device).int()).view(torch.float32)
+        values = values.to(p.device, torch.float32).reshape(p.shape).contiguous()
+        if master is not None:
+            master.copy_(values)
+            p.copy_(values)
+        else:
+            bits = values.view(torch.int32)
+            p.view(torch.int16).copy_((bits + 0x8000) >> 16)
+            low.copy_(bits - ((bits + 0x8000) >> 16 << 16))
+
+    def begin_masters(self, given):
+        """Before the first step here, sets masters to the tensors that `given` has by number, others to the parameters."""
+        kept = [t for t in range(len(self.params)) if self.keeps(t, "master")]
+        for t in kept:
+            self._master(t, given.get(t, self.locals[t].float()))
+        self.loaded()
+        self.take_over(t for t in range(len(self.params)) if t not in kept)
 
     def compact(self):
         """Returns copies of the states that lie close together, by parameter, if the padding to whole tiles takes a third
@@ -256,7 +291,7 @@ class Part:
     def take_moments(self, tensor, state, what):
         """Sets the moments of a parameter from another package's state of it."""
         state = {**state, **state.get("__bnb_optimizer_quant_state__", {})}
-        for torchs, own, bitsandbytes in (("exp_avg", "m", "1"), ("exp_avg_sq", "v", "2")):
+        for (torchs, own), bitsandbytes in zip(MOMENTS.items(), "12"):
             if not self.keeps(tensor, own):
                 continue
             found = state.get(torchs, state.get(f"state{bitsandbytes}", state.get("momentum_buffer")))

@@ -36,6 +36,7 @@ def drop_in(name, signature, settings, **fixed):
         values = bound.arguments
         del values["self"]
         its = {**fixed, **(settings(self, values) if settings else {})}
+        self._given = dict(vars(self))
         betas = values.pop("betas", None)
         if betas is not None:
             its.update({"betas": betas[:2], **({"beta3": betas[2]} if len(betas) > 2 else {})})

@@ -1,22 +1,73 @@
 """FusedAdam of transformer_engine.pytorch.optimizers. Its masters are states, made from the parameters: separate in
-fp32, or with store_param_remainders as the 16 bits that bf16 leaves out."""
+fp32, or with store_param_remainders as the 16 bits that bf16 leaves out, which are TransformerEngine's to the bit. A
+caller's own masters go in by set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and
+those of torch.float16, which need a scale that is not there, bf16 with stochastic rounding. Parameters of fp8 are what
+copies.write_copies writes."""
 import torch
 
-from . import drop_in
+from ..part import MOMENTS
+from . import absent, drop_in
 
-_STATES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "e4m3"}
+_STATES = {torch.float32: "fp32", torch.float16: "bf16:sr", torch.bfloat16: "bf16", torch.uint8: "e4m3"}
 
 
 def _settings(optimizer, values):
     masters, remainders = values.pop("master_weights"), values.pop("store_param_remainders")
+    kept, moments = values.pop("master_weight_dtype"), [values.pop(f"exp_avg{end}_dtype") for end in ("", "_sq")]
+    if masters and kept is not torch.float32:
+        raise ValueError(f"FusedAdam: master_weight_dtype={kept} was found; take store_param_remainders=True, whose "
+                         "masters have the bits of fp32 and take 2 bytes beside the parameter")
+    for found in moments:
+        if found not in _STATES:
+            raise ValueError(f"FusedAdam: moments of {found} were found; take {', '.join(map(str, _STATES))}")
     optimizer._bf16_weights = "bf16+16" if masters and remainders else "bf16+fp32" if masters else "bf16"
-    m, v = (_STATES[values.pop(name)] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    return dict(rule="adamw" if values.pop("adam_w_mode") else "adam", m=m, v=v,
-                capturable=values.pop("capturable"))
+    optimizer._remainders, optimizer._sets_none = masters and remainders, values.pop("set_grad_none")
+    optimizer._grad_name = "decoupled_grad" if values.pop("use_decoupled_grad") else "grad"
+    m, v = (_STATES[found] for found in moments)
+    return dict(rule="adamw" if values.pop("adam_w_mode") else "adam", m=m, v=v, capturable=values.pop("capturable"))
 
 
-FusedAdam = drop_in(
-    "FusedAdam", "params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, "
-    "amsgrad=False, *, capturable=False, master_weights=False, master_weight_dtype=torch.float32, "
-    "exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, "
-    "store_param_remainders=False, set_grad_none=None", _settings)
+class FusedAdam(drop_in(
+        "FusedAdam", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, "
+        "bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False, "
+        "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, "
+        "use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None", _settings)):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self._shared["capturable"] and group["params"]:  # a captured step reads lr on the device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(group["params"][0].device)
+
+    def zero_grad(self, set_to_none=None):
+        asked = {set_to_none, self._sets_none} - {None}
+        if len(asked) > 1:
+            raise ValueError(f"zero_grad: set_to_none={set_to_none} was found, and FusedAdam was made with "
+                             f"set_grad_none={self._sets_none}; leave one out")
+        for p in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(p, self._grad_name, None)
+            if grad is not None and False in asked:
+                grad.zero_()
+            elif grad is not None:
+                setattr(p, self._grad_name, None)
+
+    def initialize_state(self, param, store_param_remainders=None):
+        """Makes the states of all parameters before the first step, and masters from the parameters."""
+        if param not in self._part_of:
+            self._make_all()
+
+    def get_unscaled_state(self, param, state_name, skip_unscale=False):
+        """Returns exp_avg, exp_avg_sq or master_param in fp32; of remainders, their int16."""
+        self.initialize_state(param)
+        value = self.state[param][state_name]
+        if state_name != "master_param" or not self._remainders or param.dtype is not torch.bfloat16:
+            return value
+        return (value.view(torch.int32) - (param.detach().view(torch.int16).int() << 16)).to(torch.int16)
+
+    def set_scaled_state(self, param, state_name, unscaled_state):
+        """Sets exp_avg, exp_avg_sq or master_param, and with a master its parameter."""
+        self.initialize_state(param)
+        part, number = self._part_of[param]
+        part.moment(number, MOMENTS[state_name], unscaled_state)
+
+
+FusedSGD = absent("FusedSGD", 'take Optimizer(rule="sgd", weights="bf16+fp32")')

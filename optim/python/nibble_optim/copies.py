@@ -1,0 +1,40 @@
+"""Copies of weights in bf16, fp16 or fp8, for models that keep other weights than the optimizer steps."""
+import torch
+
+from .part import _local
+
+
+def _write_fp8(value, copy):
+    most = torch.finfo(copy["data"].dtype).max
+    amax = copy["amax"].copy_(value.abs().max())
+    scale = copy.get("scale")
+    if scale is None:
+        scale = torch.where((amax > 0) & amax.isfinite(), most / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
+    _local(copy["data"]).copy_((value * scale).clamp(-most, most))
+    copy["scale_inv"].copy_(1 / scale)
+
+
+def write_copies(optimizer, copies):
+    """After each step writes copies of parameters, in one more pass of torch, and now. `copies` maps a parameter to a
+    tensor of bf16 or fp16, or for fp8 to a dict: "data", of torch.float8_e4m3fn or float8_e5m2; "amax" and "scale_inv",
+    fp32 tensors of one element, which get the largest magnitude and 1 / scale; and "scale", which the caller sets.
+    Without "scale" it is the type's largest number over amax. The codes are scale times the value of the fp32 parameter
+    or of its master, rounded to nearest and held within the type's range. Returns a handle; its remove() ends this.
+
+    Without this pass, a step writes bf16 or fp16 where these are the parameters, with a master as state (weights
+    "bf16+fp32"), and e4m3 with the scale of the moment to optimizer.state[p]["weights"] (weights "e4m3/tensor+fp32")."""
+    def value_of(p):
+        state = optimizer.state.get(p, {})
+        return state["master_param"] if "master_param" in state else _local(p).float()
+
+    @torch.no_grad()
+    def write(*_):
+        fp8 = [p for p in copies if isinstance(copies[p], dict)]
+        plain = [p for p in copies if not isinstance(copies[p], dict)]
+        if plain:
+            torch._foreach_copy_([_local(copies[p]) for p in plain], list(map(value_of, plain)))
+        for p in fp8:
+            _write_fp8(value_of(p), copies[p])
+
+    write()
+    return optimizer.register_step_post_hook(write)
