@@ -40,6 +40,9 @@
     ROW("nadamw", "adamw whose momentum is Nesterov's: the gradient counts twice", 1, NAdamW)                       \
     ROW("lion", "the sign of an average, no v; lr 3 to 10 times below adamw's, decay as many times above", 5, Lion) \
     ROW("sgd", "momentum beta1, no v, L2 decay; lr of its own", 1, Sgd)                                             \
+    ROW("sgd-nesterov", "sgd with Nesterov's momentum", 1, SgdNesterov)                                             \
+    ROW("sgdw", "sgd with decoupled weight decay", 1, SgdW)                                                         \
+    ROW("sgdw-nesterov", "sgdw with Nesterov's momentum", 1, SgdWNesterov)                                          \
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
         AdEMAMix)                                                                                                   \
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)                       \

@@ -145,7 +145,8 @@ template <class R>
 void oracle_elements(Whole<R>* w, const std::vector<R>& g, int step) {
     const OptimConfig* c = w->config;
     const R beta1 = c->beta1, beta2 = c->beta2;
-    const bool averages = !w->rule("sgd"), mini = w->rule("adam-mini"), mixes = w->rule("ademamix");
+    const bool averages = strncmp(c->rule, "sgd", 3) != 0, ahead = strstr(c->rule, "-nesterov") != nullptr,
+               mini = w->rule("adam-mini"), mixes = w->rule("ademamix");
     const double done = c->ramp > step ? (double)step / (double)c->ramp : 1.0, start = log((double)c->beta1),
                  end = log((double)c->beta3);
     const R beta3 = mixes ? (R)exp(start * end / ((1.0 - done) * end + done * start)) : R(0);
@@ -160,8 +161,11 @@ void oracle_elements(Whole<R>* w, const std::vector<R>& g, int step) {
             continue;
         }
         if (averages) average_to(&w->m[i], x, beta1);
-        if (!averages) w->u[i] = w->m[i] = beta1 * before + x;
-        if (!averages) continue;
+        if (!averages) {
+            w->m[i] = beta1 * before + x;
+            w->u[i] = ahead ? beta1 * w->m[i] + x : w->m[i];
+            continue;
+        }
         R *v = mini ? &w->row[0][i / w->cols] : &w->v[i], numerator = w->m[i];
         if (!mini) average_to(v, x * x, beta2);
         if (mini && i % w->cols == 0) average_to(v, squares_of(&g[i], w->cols) / w->cols, beta2);

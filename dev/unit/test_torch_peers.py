@@ -50,10 +50,15 @@ def settings_of(kind, package):
     yield base
     yield {**base, "lr": 3e-3, "weight_decay": 1.0}
     for name, more in (("t_alpha", {"t_alpha": 12, "t_beta3": 12, "alpha": 3.0, "betas": (0.8, 0.95, 0.999)}),
-                       ("decouple_lr", {"weight_decay": 0.01, "decouple_lr": True}),
+                       ("decouple_lr", {"weight_decay": 0.01, "decouple_lr": True,
+                                        **({"dampening": 0.4} if "dampening" in names else {})}),
                        ("adjust_lr_fn", {"adjust_lr_fn": "match_rms_adamw"})):
         if name in names:
             yield {**base, **more}
+    if package == "flashoptim" and "dampening" in names:
+        yield {**base, "weight_decay": 0.3, "dampening": 0.4}
+        yield {**base, "weight_decay": 0.3, "nesterov": True}
+        yield {**base, "momentum": 0.0, "weight_decay": 0.3, "dampening": 0.4}
     if "optim_bits" in names and "8bit" not in kind.__name__ and "32bit" not in kind.__name__:
         yield {**base, "optim_bits": 8}
 
@@ -128,8 +133,9 @@ def test_torch_compat():
 
 def test_torch_compat_more():
     """bitsandbytes' overrides of parameters, torchao's offloading."""
-    from nibble_optim.compat import bitsandbytes, torchao
+    from nibble_optim.compat import bitsandbytes, flashoptim, torchao
     params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    raises(ValueError, "without dampening", lambda: flashoptim.FlashSGD(params, momentum=0.9, dampening=0.1, nesterov=True))
     bitsandbytes.GlobalOptimManager.get_instance().override_config(params[1], "optim_bits", 32)
     optimizer = bitsandbytes.AdamW8bit(params)
     hosts = copy.deepcopy(params)

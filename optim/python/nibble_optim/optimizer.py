@@ -34,7 +34,7 @@ LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "apo
               "normuon-lite")
 FP16_WEIGHTS = {"bf16": "fp16", "bf16:sr": "fp16:sr", "bf16+fp32": "fp16+fp32", "bf16+8": "fp16+fp32",
                 "bf16+16": "fp16+fp32"}  # what fp16 parameters take for bf16's
-NO_EPS = ("lion", "sgd", "muon", "rmnp")
+NO_EPS = ("lion", "sgd", "sgdw", "sgd-nesterov", "sgdw-nesterov", "muon", "rmnp")
 
 
 def _by_pattern(text):
@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
     rank_reset: their moments begin anew with new directions
     min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple"""
 
-    _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factor of a parameter's lr
+    _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
     _grad_name = "grad"  # of the attribute of parameters that has their gradients
     _given = {}  # what compat set of these and of its own, for copies

@@ -483,8 +483,8 @@ class Part:
                 raise TypeError(f"lr is a tensor of {lr.dtype}, and a CUDA graph reads float32; make it one")
             lr, lr_at = 0.0, lr.data_ptr()
         if self.kinds[tensor] is not None:
-            factor = self.lr_factor(self.params[tensor], age)
-            lr, decay = lr * factor, decay / factor
+            factor, decays = self.lr_factor(self.params[tensor], age)
+            lr, decay = lr * factor, decay * decays
         return (float(lr), decay, float(beta1), float(beta2), float(group["eps"]) or self.no_eps,
                 age, lr_at)
 

@@ -11,7 +11,8 @@ def _came(optimizer, values):
 
 def _came_factor(self, param, age):
     """came_pytorch does not correct the first averages of its residuals, and so takes larger first steps."""
-    return (1 - self._shared["beta3"] ** age) ** -0.5 if param.dim() > 1 else 1.0
+    factor = (1 - self._shared["beta3"] ** age) ** -0.5 if param.dim() > 1 else 1.0
+    return factor, 1 / factor
 
 
 CAME = drop_in("CAME", "params, lr=None, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), "

@@ -18,7 +18,8 @@ def _muon(optimizer, values):
 def _muon_factor(self, param, age):
     """Returns what makes nibble's factor 0.2 sqrt(max(rows, columns)) torch's."""
     rows, cols = param.shape
-    return math.sqrt(max(1, rows / cols)) / (0.2 * math.sqrt(max(rows, cols))) if self._original else 1.0
+    factor = math.sqrt(max(1, rows / cols)) / (0.2 * math.sqrt(max(rows, cols))) if self._original else 1.0
+    return factor, 1 / factor
 
 
 def _adafactor(optimizer, values):
