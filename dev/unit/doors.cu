@@ -1,4 +1,4 @@
-// Tests of what strangers can do to a run over the network (rendezvous.c and watch.c of kernels/ranks): nothing that
+// Tests of what strangers can do to a run over the network (kernels/ranks/rendezvous.c): nothing that
 // shows in its exit code, its time or its terminal, as long as they do not know its secret.
 #include "../../data/text.h"
 #include "apart.h"

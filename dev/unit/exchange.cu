@@ -95,7 +95,7 @@ static void check_transport(Comm* comm, int64_t unit) {
     }
     for (int again = 0; again < 3; again++) {
         comm_after_device(comm);
-        comm_exchange(comm, sends, receives);
+        comm_exchange(comm, &comm->node, sends, receives);
         device_after_comm(comm);
     }
     for (int r = 0; r < comm->world; r++) {

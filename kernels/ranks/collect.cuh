@@ -5,26 +5,31 @@
 #include "../../data/files.h"
 #include "shard.cuh"
 
-// Copies bytes of rank `from`, from the device's memory or the host's, to rank 0's host memory. Ranks other than `from`
-// need no `data`, and ranks other than 0 no `host`.
+// Copies bytes of rank `from`, from the device's memory or the host's, to rank 0's host memory: between nodes to the
+// first node, and there to rank 0. Ranks other than `from` need no `data`, and ranks other than 0 no `host`.
 inline void shard_to_first(Shard* s, char* host, const char* data, int64_t bytes, int from, bool on_host) {
-    const Device* dev = s->comm.dev;
-    const bool first = s->comm.rank == 0, sender = s->comm.rank == from;
+    Comm* c = &s->comm;
+    const Device* dev = c->dev;
+    const bool first = c->rank == 0, sender = c->rank == from;
     const int64_t most = shard_staging_bytes(s);
     if (from == 0 && first && on_host && host != data) memcpy(host, data, (size_t)bytes);
     if (from == 0 && first && !on_host) copy_to_host(dev, host, data, bytes);
-    CommPiece *sends = s->sends, *receives = s->receives;
-    memset(sends, 0, 2 * (size_t)s->comm.world * sizeof(CommPiece));
     for (int64_t at = 0; at < bytes && from > 0; at += most) {
         const int64_t part = bytes - at < most ? bytes - at : most;
         // States may be in pinned memory of the host (optim/model/offload.cu), so all passes through device memory.
-        if (dev->gpu && sender) copy_to_device(dev, s->incoming, data + at, part);
-        if (first) receives[from] = {dev->gpu ? s->incoming : host + at, part};
-        if (sender) sends[0] = {dev->gpu ? s->incoming : (char*)data + at, part};
-        comm_after_device(&s->comm);
-        comm_exchange(&s->comm, sends, receives);
-        device_after_comm(&s->comm);
-        if (first && dev->gpu) copy_to_host(dev, host + at, s->incoming, part);
+        if (sender) copy_to_device(dev, s->incoming, data + at, part);
+        for (Link* link : {&c->net, &c->node}) {
+            const bool between = link == &c->net;
+            const int source = between ? from / c->node.world : from % c->node.world;
+            const bool takes_part = source > 0 && (between ? c->node.rank == from % c->node.world : c->net.rank == 0);
+            memset(s->sends, 0, 2 * (size_t)c->world * sizeof(CommPiece));
+            if (takes_part && link->rank == source) s->sends[0] = {s->incoming, part};
+            if (takes_part && link->rank == 0) s->receives[source] = {s->incoming, part};
+            comm_after_device(c);
+            comm_exchange(c, link, s->sends, s->receives);
+            device_after_comm(c);
+        }
+        if (first) copy_to_host(dev, host + at, s->incoming, part);
         if (sender) device_sync(dev);
     }
 }
@@ -53,7 +58,8 @@ inline void shard_collect(Shard* s, char* host, const char* data, int64_t first,
                           int64_t begin, int64_t end) {
     for (int64_t at = begin, next; at < end; at = next) {
         int64_t tiles;
-        const int owner = slices_owner(&s->slices, first + (whole ? 0 : at / tile_bytes), &tiles);
+        const int position = slices_owner(&s->slices, first + (whole ? 0 : at / tile_bytes), &tiles);
+        const int nodes = s->comm.net.world, owner = position % nodes * s->comm.node.world + position / nodes;
         next = whole ? end : (at / tile_bytes + tiles) * tile_bytes;
         if (next > end) next = end;
         shard_to_first(s, host + (at - begin), data ? data + at : host + (at - begin), next - at, owner, !data);

@@ -1,7 +1,11 @@
-// All-to-all exchange of device memory between ranks, one per GPU: every rank sends bytes to every other
+// All-to-all exchange of device memory between ranks, one per GPU: every rank of a link sends bytes to every other
 // (comm_exchange). shard.cuh builds the reduction of gradients and the gathering of weights on it.
 //
-// GPUs of one machine that reach each other use their DMA copy engines (peer.cuh), others NCCL's send and receive.
+// W ranks are K nodes (machines) of R: rank = node * R + local. One link has the R ranks of a node, the other the K
+// ranks with one local number. If machines have different numbers of ranks, each rank counts as a node.
+//
+// GPUs of one machine that reach each other use their DMA copy engines (peer.cuh), others NCCL's send and receive; one
+// communicator serves both links, since it connects only ranks that exchange something.
 // Exchanges run on a stream of their own, beside the device's. Both transports only move bytes, so no result depends on
 // which one is used, or on what NCCL chooses. All pieces are in flight at the same time.
 //
@@ -51,19 +55,46 @@ struct NcclLibrary {
 
 struct StandIn;
 
+// Ranks that exchange.
+struct Link {
+    int rank, world;    // this rank's number in the link; 0 of 1: it has nothing to exchange there
+    int first, stride;  // member r is rank first + r * stride
+    int at, span;       // and is sent sums of the slices at + r * span to at + (r + 1) * span - 1
+    int64_t sent;       // bytes, by this rank in comm_exchange
+};
+
 struct Comm {
     const Launch* launch;
     const Device* dev;
     int rank, world;
+    int position;         // of the rank's slices: local * K + node, so that those of one local number are one range
+    Link node, net;       // within a node, and between nodes
+    int members;          // of the larger link
     cudaStream_t stream;  // exchanges run here, one after another
     cudaEvent_t event;
-    Peers* peers;  // NULL: NCCL
+    Peers* peers;  // of the node; NULL: NCCL
     NcclLibrary nccl;
     ncclComm_t communicator;
     int64_t bytes;  // of device memory that the transport uses
-    double rate;    // bytes per second that the slowest rank sends while all exchange; 0 on the CPU
+    double rate;    // bytes per second that the slowest rank sends on the slowest link; 0 on the CPU
     StandIn* stand_in;
 };
+
+inline int link_rank(const Link* link, int member) {
+    return link->first + member * link->stride;
+}
+
+inline bool link_copies(const Comm* comm, const Link* link) {
+    return comm->peers && link == &comm->node;
+}
+
+// Sets the links and the position of a rank where ranks are this many nodes.
+inline void comm_link(Comm* comm, int nodes) {
+    const int local_world = comm->world / nodes, node = comm->rank / local_world, local = comm->rank % local_world;
+    comm->node = {local, local_world, node * local_world, 1, 0, nodes, 0};
+    comm->net = {node, nodes, local, local_world, local * nodes, 1, 0};
+    comm->position = local * nodes + node, comm->members = local_world > nodes ? local_world : nodes;
+}
 
 struct CommPiece {
     void* data;
@@ -153,33 +184,26 @@ inline StandIn* stand_in_open(const Launch* launch) {
     return shared;
 }
 
-inline int64_t comm_part(int64_t bytes, int64_t at, int64_t max) {
-    return bytes - at < 0 ? 0 : bytes - at < max ? bytes - at : max;
-}
-
-inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
+inline void stand_in_exchange(const Comm* comm, const Link* link, const CommPiece* sends, const CommPiece* receives) {
     StandIn* shared = comm->stand_in;
-    int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, max = 0, rounds = 0;
-    for (int r = 0; r < comm->world; r++) max = sends[r].bytes > max && r != comm->rank ? sends[r].bytes : max;
+    int64_t share = STAND_IN_SLOT / link->world / 64 * 64, max = 0, rounds = 0;
+    for (int r = 0; r < link->world; r++) max = sends[r].bytes > max && r != link->rank ? sends[r].bytes : max;
     shared->rounds[comm->rank] = ceil_div(max, share);
     pthread_barrier_wait(&shared->barrier);
     for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
     for (int64_t round = 0; round < rounds; round++) {
-        int64_t at = round * share;
-        for (int r = 0; r < comm->world; r++) {
-            if (r == comm->rank) continue;
-            const int64_t part = comm_part(sends[r].bytes, at, share);
-            if (part == 0) continue;
-            memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at, (size_t)part);
+        for (bool takes : {false, true}) {
+            for (int r = 0; r < link->world; r++) {
+                const CommPiece* piece = takes ? &receives[r] : &sends[r];
+                const int64_t left = piece->bytes - round * share, part = left < share ? left : share;
+                if (r == link->rank || part <= 0) continue;
+                const int from = takes ? link_rank(link, r) : comm->rank, to = takes ? link->rank : r;
+                char *slot = shared->slot + from * STAND_IN_SLOT + to * share,
+                     *data = (char*)piece->data + round * share;
+                memcpy(takes ? data : slot, takes ? slot : data, (size_t)part);
+            }
+            pthread_barrier_wait(&shared->barrier);
         }
-        pthread_barrier_wait(&shared->barrier);
-        for (int r = 0; r < comm->world; r++) {
-            if (r == comm->rank) continue;
-            const int64_t part = comm_part(receives[r].bytes, at, share);
-            if (part == 0) continue;
-            memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share, (size_t)part);
-        }
-        pthread_barrier_wait(&shared->barrier);
     }
     pthread_barrier_wait(&shared->barrier);
 }
@@ -201,14 +225,14 @@ inline void peers_part(Peers* peers, const Launch* launch) {
 }
 
 // Returns NULL, on all ranks, if one cannot write to another's memory or asks for NCCL.
-inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
+inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
-    PeerCard own = peers_begin(peers, stream, launch->rank, peers_wanted() ? launch->world : 0);
+    PeerCard own = peers_begin(peers, stream, node->rank, peers_wanted() && node->world > 1 ? node->world : 0);
     bool failed = launch_any(launch, !own.good);
     PeerCard* card = (PeerCard*)memory_zero((size_t)launch->world, sizeof(PeerCard));
     if (!failed) launch_gather(launch, &own, sizeof(own), card);
-    for (int r = 0; r < launch->world && !failed; r++) {
-        if (r != launch->rank) failed = !peers_connect(peers, &own, &card[r], r);
+    for (int r = 0; r < node->world && !failed; r++) {
+        if (r != node->rank) failed = !peers_connect(peers, &card[link_rank(node, r)], r);
     }
     free(card);
     if (!launch_any(launch, failed)) {
@@ -219,24 +243,18 @@ inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
     return nullptr;
 }
 
-inline void peers_close(Peers* peers, const Launch* launch) {
-    check(cudaDeviceSynchronize());
-    launch_any(launch, false);
-    peers_part(peers, launch);
-}
-
-inline void peers_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
+inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* sends, const CommPiece* receives) {
     int64_t max = 0;
-    for (int r = 0; r < comm->world; r++) {
-        if (r == comm->rank) continue;
+    for (int r = 0; r < link->world; r++) {
+        if (r == link->rank) continue;
         max = sends[r].bytes > max ? sends[r].bytes : max;
         max = receives[r].bytes > max ? receives[r].bytes : max;
     }
     peers_fork(comm->peers, comm->stream);
     for (int64_t at = 0; at < max; at += PEER_PART) {
-        for (int i = 1; i < comm->world; i++) {
+        for (int i = 1; i < link->world; i++) {
             // Each rank begins with another, so that no receiver has all senders at once.
-            int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+            int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
             peer_send(comm->peers, sends[to].data, sends[to].bytes, at, to);
             peer_receive(comm->peers, comm->stream, receives[from].data, receives[from].bytes, at, from);
         }
@@ -251,9 +269,10 @@ inline void comm_close(Comm* comm) {
         munmap(comm->stand_in, sizeof(StandIn) + (size_t)(comm->world * STAND_IN_SLOT));
         return;
     }
-    check(cudaStreamSynchronize(comm->stream));
-    if (comm->peers) peers_close(comm->peers, comm->launch);
-    if (!comm->peers) check(nccl_status(comm, comm->nccl.destroy(comm->communicator)));
+    check(cudaDeviceSynchronize());
+    launch_any(comm->launch, false);
+    if (comm->peers) peers_part(comm->peers, comm->launch);
+    if (comm->communicator) check(nccl_status(comm, comm->nccl.destroy(comm->communicator)));
     check(cudaEventDestroy(comm->event));
     check(cudaStreamDestroy(comm->stream));
 }
@@ -261,11 +280,14 @@ inline void comm_close(Comm* comm) {
 // "NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
 inline const char* comm_describe(const Comm* comm) {
     int version = 0;
-    const double rate = 1e-9 * comm->rate;
-    if (comm->stand_in) return "shared memory, a stand-in for tests";
-    if (comm->peers) return text_format("by DMA copy engines, %.0f GB/s each way", rate);
-    check(nccl_status(comm, comm->nccl.get_version(&version)));
-    return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
+    const char* how = comm->stand_in ? "shared memory, a stand-in for tests" : comm->peers ? "by DMA copy engines" : "";
+    if (comm->communicator) {
+        check(nccl_status(comm, comm->nccl.get_version(&version)));
+        how = text_format("%s%sNCCL %d.%d.%d", how, *how ? " and " : "", version / 10000, version / 100 % 100,
+                          version % 100);
+    }
+    if (comm->net.world > 1) how = text_format("%d nodes, %s", comm->net.world, how);
+    return comm->stand_in ? how : text_format("%s, %.0f GB/s each way", how, 1e-9 * comm->rate);
 }
 
 // Makes the comm's stream wait for the device's stream; the next function does the reverse.
@@ -281,23 +303,24 @@ inline void device_after_comm(const Comm* comm) {
     check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
 }
 
-// Sends sends[r] to rank r and receives receives[r] from it; the rank's own entries are ignored. What r sends to s must
-// have as many bytes as s receives from r. All ranks call it.
-inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
-    if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
-    if (comm->peers) return peers_exchange(comm, sends, receives);
+// Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r
+// sends to s must have as many bytes as s receives from r. All ranks call it.
+inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const CommPiece* receives) {
+    for (int r = 0; r < link->world; r++) link->sent += r == link->rank ? 0 : sends[r].bytes;
+    if (comm->stand_in) return stand_in_exchange(comm, link, sends, receives);
+    if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives);
     check(nccl_status(comm, comm->nccl.group_begin()));
-    for (int i = 1; i < comm->world; i++) {
+    for (int i = 1; i < link->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
-        int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+        int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
         const CommPiece *out = &sends[to], *in = &receives[from];
         if (out->bytes > 0) {
-            check(nccl_status(
-                comm, comm->nccl.send(out->data, (size_t)out->bytes, ncclUint8, to, comm->communicator, comm->stream)));
+            check(nccl_status(comm, comm->nccl.send(out->data, (size_t)out->bytes, ncclUint8, link_rank(link, to),
+                                                    comm->communicator, comm->stream)));
         }
         if (in->bytes > 0) {
-            check(nccl_status(comm, comm->nccl.receive(in->data, (size_t)in->bytes, ncclUint8, from, comm->communicator,
-                                                       comm->stream)));
+            check(nccl_status(comm, comm->nccl.receive(in->data, (size_t)in->bytes, ncclUint8, link_rank(link, from),
+                                                       comm->communicator, comm->stream)));
         }
     }
     check(nccl_status(comm, comm->nccl.group_end()));
@@ -306,11 +329,11 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
 // Exchanges pieces that are read once. With DMA copy engines they have at most PEER_PART bytes, and receives[r].data is
 // set to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
 // stream, and then calls comm_release.
-inline void comm_exchange_zero_copy(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
-    if (!comm->peers) return comm_exchange(comm, sends, receives);
+inline void comm_exchange_zero_copy(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives) {
+    if (!link_copies(comm, link)) return comm_exchange(comm, link, sends, receives);
     peers_fork(comm->peers, comm->stream);
-    for (int i = 1; i < comm->world; i++) {
-        int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+    for (int i = 1; i < link->world; i++) {
+        int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
         assert(sends[to].bytes <= PEER_PART && receives[from].bytes <= PEER_PART);
         peer_send(comm->peers, sends[to].data, sends[to].bytes, 0, to);
         if (receives[from].bytes > 0) receives[from].data = peer_await(comm->peers, comm->stream, from);
@@ -319,15 +342,15 @@ inline void comm_exchange_zero_copy(const Comm* comm, const CommPiece* sends, Co
 }
 
 // Lets the senders write to these places again.
-inline void comm_release(const Comm* comm, const CommPiece* receives) {
-    for (int r = 0; r < comm->world && comm->peers; r++) {
-        if (r != comm->rank && receives[r].bytes > 0) peer_release(comm->peers, comm->stream, r);
+inline void comm_release(const Comm* comm, const Link* link, const CommPiece* receives) {
+    for (int r = 0; r < link->world && link_copies(comm, link); r++) {
+        if (r != link->rank && receives[r].bytes > 0) peer_release(comm->peers, comm->stream, r);
     }
 }
 
-// Begins or ends a group of exchanges, which NCCL launches at once; other transports ignore it.
-inline void comm_group(const Comm* comm, bool begin) {
-    if (!comm->stand_in && !comm->peers)
+// Begins or ends a group of exchanges on a link, which NCCL launches at once; other transports ignore it.
+inline void comm_group(const Comm* comm, const Link* link, bool begin) {
+    if (!comm->stand_in && !link_copies(comm, link))
         check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 
@@ -343,41 +366,53 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 
 // Opening.
 
-// Connects by a first exchange, so that failures show at the start and the memory plan knows what NCCL allocates, and
-// checks that bytes arrive as they were sent. On GPUs it sends 32 MiB each way, spread over all other ranks, and
-// measures the rate of the slowest rank: the best of a few exchanges, on an idle device.
-inline void comm_try(Comm* comm, double patience) {
+// Returns the bytes of a piece of the first exchange: with those of all members, sent and received, 64 MiB at most.
+inline int64_t link_trial_bytes(const Device* dev, int world) {
+    return dev->gpu ? (32 << 20) / world / 256 * 256 : 256;
+}
+
+// Connects a link by a first exchange, so that failures show at the start and the memory plan knows what NCCL
+// allocates, and checks that bytes arrive as they were sent. On GPUs it measures the rate of the slowest rank: the best
+// of a few exchanges, on an idle device.
+inline void comm_try_link(Comm* comm, Link* link, double patience) {
     const Device* dev = comm->dev;
-    const int64_t world = comm->world, piece = dev->gpu ? (32 << 20) / (world - 1) / 256 * 256 : 256;
+    const int64_t world = link->world, piece = link_trial_bytes(dev, link->world);
     unsigned char* memory = (unsigned char*)device_alloc(dev, 2 * world * piece);
     CommPiece *sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), *receives = sends + world;
     for (int r = 0; r < world; r++) {
         sends[r] = {memory + r * piece, piece}, receives[r] = {memory + (world + r) * piece, piece};
-        device_fill(dev, sends[r].data, 1 + (comm->rank * 7 + r) % 251, piece);
+        device_fill(dev, sends[r].data, 1 + (link->rank * 7 + r) % 251, piece);
     }
     device_sync(dev);
     watchdog_arm(comm->launch, "first exchange; try NCCL_P2P_DISABLE=1 in the environment", patience);
-    comm_exchange(comm, sends, receives);
+    comm_exchange(comm, link, sends, receives);
     if (dev->gpu) check(cudaStreamSynchronize(comm->stream));
     watchdog_disarm(comm->launch);
     for (int r = 0; r < world; r++) {
         unsigned char last;
         copy_to_host(dev, &last, (unsigned char*)receives[r].data + piece - 1, 1);
-        if (r == comm->rank || last == 1 + (r * 7 + comm->rank) % 251) continue;
+        if (r == link->rank || last == 1 + (r * 7 + link->rank) % 251) continue;
         user_error(
             "what rank %d sends to rank %d does not arrive as it was sent; try NCCL_P2P_DISABLE=1 in the "
             "environment, and look at the machine's IOMMU",
-            r, comm->rank);
+            link_rank(link, r), comm->rank);
     }
     double seconds = INFINITY;
     for (int run = 0; run < 5 && dev->gpu; run++) {
-        seconds = fmin(seconds, 1e-3 * stream_ms(comm->stream, [&] { comm_exchange(comm, sends, receives); }));
+        seconds = fmin(seconds, 1e-3 * stream_ms(comm->stream, [&] { comm_exchange(comm, link, sends, receives); }));
     }
     device_free(dev, memory);
     free(sends);
     if (!dev->gpu) return;
     launch_all_reduce(comm->launch, &seconds, 1, LAUNCH_MAX);
-    comm->rate = (double)((world - 1) * piece) / seconds;
+    const double rate = (double)((world - 1) * piece) / seconds;
+    comm->rate = comm->rate > 0 && comm->rate < rate ? comm->rate : rate;
+}
+
+inline void comm_try(Comm* comm, double patience) {
+    for (Link* link : {&comm->node, &comm->net}) {
+        if (link->world > 1) comm_try_link(comm, link, patience);
+    }
 }
 
 inline void nccl_join(Comm* comm) {
@@ -389,19 +424,38 @@ inline void nccl_join(Comm* comm) {
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
+// Returns how many nodes the ranks of a run are: each as many consecutive ranks of one machine, or each one rank.
+// NIBBLE_NODES=K in the environment makes K of one machine, for tests.
+inline int comm_nodes(const Launch* launch) {
+    const int world = launch->world;
+    const char* asked = getenv("NIBBLE_NODES");
+    char own[64] = "", (*machine)[64] = (char(*)[64])memory_zero((size_t)world, sizeof(own));
+    FILE* file = asked ? nullptr : fopen("/proc/sys/kernel/random/boot_id", "r");  // changes when it boots
+    if (!file || !fgets(own, sizeof(own), file))
+        snprintf(own, sizeof(own), "%lld", launch->rank * (asked ? atoll(asked) : world) / world);
+    if (file) fclose(file);
+    launch_gather(launch, own, sizeof(own), machine);
+    int local = 1;
+    while (local < world && strcmp(machine[local], machine[0]) == 0) local++;
+    bool even = world % local == 0;
+    for (int r = 0; r < world; r++) even = even && strcmp(machine[r], machine[r / local * local]) == 0;
+    free(machine);
+    return even ? world / local : world;
+}
+
 // Opens the transport between all ranks of `launch`. The run ends if that takes longer than `patience` seconds.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
     watchdog_arm(launch, "connecting; NCCL_DEBUG=INFO says more", patience);
+    comm_link(comm, comm_nodes(launch));
     if (!dev->gpu) {
         comm->stand_in = stand_in_open(launch);
-        comm_try(comm, patience);
-        return;
+        return comm_try(comm, patience);
     }
     int64_t before = memory_used(dev);
-    comm->peers = peers_open(launch, dev->stream);
-    if (!comm->peers) nccl_join(comm);
+    comm->peers = peers_open(launch, &comm->node, dev->stream);
+    if (!comm->peers || comm->net.world > 1) nccl_join(comm);
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
     // A higher priority than that of the products: exchanges are needed soon and take few multiprocessors.

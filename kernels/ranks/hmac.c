@@ -1,5 +1,4 @@
-#include "hmac.h"
-#include <stdint.h>
+#include "rendezvous.h"
 #include <string.h>
 #include "../../data/memory.h"
 

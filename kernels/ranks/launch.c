@@ -164,11 +164,11 @@ static void supervise(pid_t* ranks, int count, const sigset_t* signals) {
 
 bool launch_fork(Launch* launch, int gpus, char* error) {
     sigset_t signals, before;
-    *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1"};
+    // The ranks inherit the secret in memory, not in the environment.
+    *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1", .has_secret = true};
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
     }
-    launch->has_secret = true;  // the ranks inherit it in memory, not in the environment
     if (!rendezvous_listen(launch, error)) return false;
     signals_handled(&signals);
     sigaddset(&signals, SIGCHLD), sigaddset(&signals, SIGQUIT);

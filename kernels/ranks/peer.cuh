@@ -27,9 +27,8 @@ struct Peers {
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
 
-// A rank sends this card to the others, so that they can open its mailbox.
+// A rank sends this card to the others of its node, so that they can open its mailbox.
 struct PeerCard {
-    char machine[64];
     cudaIpcMemHandle_t handle;
     int good;
 };
@@ -115,14 +114,6 @@ inline unsigned peers_wait_flags(int can_flush) {
     return CU_STREAM_WAIT_VALUE_GEQ | (can_flush ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u);
 }
 
-// Writes an identity of this machine that changes when it boots.
-inline void peer_machine(char (&text)[64]) {
-    memset(text, 0, sizeof(text));
-    FILE* file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
-    if (file) fclose(file);
-}
-
 // Makes this rank's mailbox, and returns what the others need to write to it.
 inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int world) {
     PeerCard card = {};
@@ -132,8 +123,7 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     *peers = {};
     peers->wait_flags = peers_wait_flags(can_flush);
     peers->rank = rank, peers->world = world <= PEER_MAX ? world : 0;
-    peer_machine(card.machine);
-    card.good = peers->world > 0 && card.machine[0] && peers_bind(peers) &&
+    card.good = peers->world > 0 && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
                 cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
     if (card.good) check(cudaMemsetAsync(peers->mailbox[rank], 0, sizeof(PeerCounts), stream));
@@ -143,9 +133,8 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     return card;
 }
 
-// Opens another rank's mailbox; false where it is on another machine or the GPUs cannot reach each other.
-inline bool peers_connect(Peers* peers, const PeerCard* own, const PeerCard* other, int rank) {
-    if (!own->good || !other->good || strcmp(own->machine, other->machine) != 0) return false;
+// Opens the mailbox of another rank of this machine; false where the GPUs cannot reach each other.
+inline bool peers_connect(Peers* peers, const PeerCard* other, int rank) {
     bool opened = cudaIpcOpenMemHandle((void**)&peers->mailbox[rank], other->handle, cudaIpcMemLazyEnablePeerAccess) ==
                   cudaSuccess;
     if (!opened) peers->mailbox[rank] = nullptr, cudaGetLastError();

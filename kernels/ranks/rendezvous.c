@@ -1,4 +1,4 @@
-// See rendezvous.h. The protocol:
+// See launch.h and rendezvous.h: how ranks find each other, their messages, and the watch.
 //
 // 1. Rank 0 listens at the first address of MASTER_ADDR that its machine has, and at MASTER_PORT. Each other rank
 //    connects to it, again and again until --join-timeout has passed.
@@ -6,30 +6,62 @@
 // 3. The rank sends a Hello: who it is, a random number, and its proof, the HMAC-SHA256 of the Challenge and the Hello
 //    under a key that follows from NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
 // 4. Rank 0 sends a Welcome with a proof of its own, or closes a connection that has proven nothing.
-// 5. The rank does the same for its second channel.
-// 6. When all ranks are there, or --join-timeout has passed, rank 0 closes its listening socket and sends every rank a
-//    byte: whether the run goes on.
+// 5. The rank does the same for its second channel: a beat must not wait behind a long message.
+// 6. Rank 0 closes its listening socket and sends every rank a byte: whether all have come in time.
 //
 // Rank 0 handles one handshake after another, each within HANDSHAKE_SECONDS, so a silent stranger delays the ranks by
-// no more than that. The secret is not sent, and an old proof is worth nothing. What follows the handshake is neither
-// encrypted nor signed.
+// no more than that. The secret is not sent, and an old proof is worth nothing. What follows is not encrypted.
+//
+// The watch is a thread on every rank that sends a beat every second, hears those of others, and ends the process when
+// another rank has failed, ended, or been silent for too long. Rank 0 hears all ranks, and they hear rank 0 alone: if
+// it ends, all do.
 #include "rendezvous.h"
 #include <errno.h>
 #include <math.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <omp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include "../../data/clock.h"
 #include "../../data/files.h"
+#include "../../data/memory.h"
+#include "../../data/signals.h"
 #include "../../data/text.h"
 
 static const double HANDSHAKE_SECONDS = 0.5;
+
+// A rank as this rank knows it.
+typedef struct {
+    int socket[CHANNELS];  // -1: not connected
+    Hello hello;
+    Beat beat, in;  // the last one, and the next, of which so many bytes have come
+    size_t bytes;
+    double heard, moved;  // when it was last heard, and last made progress
+} Peer;
+
+// Global, since callers of launch_failed know nothing of ranks. Ranks other than 0 know rank 0 alone.
+static struct {
+    Peer* peers;  // (world); NULL: no watch. The rank itself has no socket
+    Launch launch;
+    int silence;
+    char what[64];  // this rank does
+    bool leaves;    // the others may end
+} watch;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // of this rank's own beat, and of `what` and `leaves`
+static pthread_mutex_t ending = PTHREAD_MUTEX_INITIALIZER;  // who has it ends the process
+
+static void sleep_ms(int ms) {
+    const struct timespec time = {ms / 1000, ms % 1000 * 1000000L};
+    nanosleep(&time, NULL);
+}
 
 // Opens a socket that listens at the first address of `host` that this machine has, or that is connected to it. -1 if
 // that fails, with the reason.
@@ -75,7 +107,7 @@ bool rendezvous_listen(Launch* launch, char* error) {
     return true;
 }
 
-bool send_all(int socket, const void* bytes, size_t count) {
+static bool send_all(int socket, const void* bytes, size_t count) {
     for (size_t done = 0; done < count;) {
         const ssize_t sent = send(socket, (const char*)bytes + done, count - done, MSG_NOSIGNAL);
         if (sent < 0 && errno != EINTR && errno != EAGAIN) return false;
@@ -98,8 +130,9 @@ bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     return true;
 }
 
-void rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
+bool rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
                       unsigned char proof[HMAC_BYTES]) {
+    unsigned char had[HMAC_BYTES], differ = 0;
     struct {
         char role[8];
         Challenge challenge;
@@ -107,14 +140,9 @@ void rendezvous_prove(const Launch* launch, const char* role, const Challenge* c
     } all = {.challenge = *challenge, .hello = *hello};
     memcpy(all.role, role, strlen(role));
     memset(all.hello.proof, 0, HMAC_BYTES);
+    memcpy(had, proof, HMAC_BYTES);
     hmac_sha256(launch->key, HMAC_BYTES, &all, sizeof(all), proof);
-}
-
-static bool verify_proof(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
-                         const unsigned char proof[HMAC_BYTES]) {
-    unsigned char want[HMAC_BYTES], differ = 0;
-    rendezvous_prove(launch, role, challenge, hello, want);
-    for (int i = 0; i < HMAC_BYTES; i++) differ |= want[i] ^ proof[i];  // as long wherever they differ
+    for (int i = 0; i < HMAC_BYTES; i++) differ |= had[i] ^ proof[i];  // as long wherever they differ
     return differ == 0;
 }
 
@@ -126,7 +154,7 @@ static bool admit(const Launch* launch, Peer* peers, int socket) {
     Welcome welcome = {.pid = getpid()};
     if (getrandom(&challenge, sizeof(challenge), 0) != sizeof(challenge)) return false;
     if (!send_all(socket, &challenge, sizeof(challenge)) || !receive_by(socket, &hello, sizeof(hello), deadline) ||
-        !verify_proof(launch, "rank", &challenge, &hello, hello.proof))
+        !rendezvous_prove(launch, "rank", &challenge, &hello, hello.proof))
         return false;
     if (hello.rank < 1 || hello.rank >= launch->world || hello.channel < 0 || hello.channel >= CHANNELS) return false;
     Peer* peer = &peers[hello.rank];
@@ -141,17 +169,7 @@ static bool admit(const Launch* launch, Peer* peers, int socket) {
     return true;
 }
 
-// Lists missing ranks, such as "1, 3, 5", but not too many.
-static const char* list_missing(const Launch* launch, const Peer* peers) {
-    int listed = 0;
-    const char* text = "";
-    for (int r = 1; r < launch->world; r++) {
-        if (peers[r].socket[BEATS] < 0 && listed++ < 16) text = text_kept("%s%s%d", text, *text ? ", " : "", r);
-    }
-    return listed > 16 ? text_kept("%s and %d more", text, listed - 16) : text;
-}
-
-bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) {
+static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error) {
     const double deadline = seconds_now() + (double)limit;
     int missing = (launch->world - 1) * CHANNELS;
     if (launch->listener <= 0 && !rendezvous_listen(launch, error)) return false;
@@ -171,18 +189,21 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
         missing -= admitted;
         if (!admitted) close(one);
     }
-    const char goes_on = missing == 0;
-    for (int r = 1; r < launch->world; r++) {  // watch.c finds a dead one
-        if (peers[r].socket[MESSAGES] >= 0) send_all(peers[r].socket[MESSAGES], &goes_on, 1);
+    const char goes_on = missing == 0, *list = "";
+    int listed = 0;
+    for (int r = 1; r < launch->world; r++) {
+        if (peers[r].socket[MESSAGES] >= 0)
+            send_all(peers[r].socket[MESSAGES], &goes_on, 1);  // the watch finds a dead one
+        if (peers[r].socket[BEATS] < 0 && ++listed <= 16) list = text_kept("%s%s%d", list, listed > 1 ? ", " : "", r);
     }
     close(launch->listener);
     launch->listener = 0;
     return goes_on ||
            data_error(error,
-                      "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what they say, "
-                      "start all with the same NIBBLE_SECRET and number of ranks, each as a rank of its own, or give "
-                      "them longer with --join-timeout",
-                      (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
+                      "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s%s; look at what they "
+                      "say, start all with the same NIBBLE_SECRET and number of ranks, each as a rank of its own, or "
+                      "give them longer with --join-timeout",
+                      (long long)limit, launch->world, launch->host, launch->port, list, listed > 16 ? ", ..." : "");
 }
 
 // A rank's side of a handshake. False, with the reason, if it has not reached rank 0 of this run.
@@ -195,13 +216,13 @@ static bool reach(const Launch* launch, Peer* first, Hello* hello, double deadli
     bool ok = receive_by(one, &challenge, sizeof(challenge), deadline);
     if (ok) rendezvous_prove(launch, "rank", &challenge, hello, hello->proof);
     ok = ok && send_all(one, hello, sizeof(*hello)) && receive_by(one, &welcome, sizeof(welcome), deadline) &&
-         verify_proof(launch, "rank 0", &challenge, hello, welcome.proof);
+         rendezvous_prove(launch, "rank 0", &challenge, hello, welcome.proof);
     if (!ok) return close(one), false;
     first->socket[hello->channel] = one, first->hello.pid = welcome.pid;
     return true;
 }
 
-bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* error) {
+static bool reach_first(Launch* launch, Peer* first, int64_t limit, char* error) {
     const double deadline = seconds_now() + (double)limit;
     const char* reason = "the system gives no random numbers";
     char goes_on = 0;
@@ -222,4 +243,209 @@ bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* er
     }
     if (!goes_on) exit(2);  // rank 0 has said why
     return true;
+}
+
+// The watch.
+
+// A beat always fits into the socket: before its buffer is full, the other side has been silent for too long.
+static void send_beats(const Beat* beat) {
+    for (int r = 0; r < watch.launch.world; r++) {
+        if (watch.peers[r].socket[BEATS] >= 0)
+            send(watch.peers[r].socket[BEATS], beat, sizeof(*beat), MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+}
+
+// Ends this process, and on rank 0 all ranks. It takes no memory, of which there may be none.
+__attribute__((noreturn)) static void end_all(int code, const char* text) {
+    char rest[4096];
+    const Beat last = {.failed = code < 1 || code > 255 ? 1 : code};  // another rank's code must not look like success
+    pthread_mutex_lock(&ending);
+    fputs(text, stderr);
+    fflush(stderr);
+    send_beats(&last);
+    // Waits until the others have closed their side, so that what was sent last is not lost with the socket.
+    const double until = seconds_now() + 2;
+    for (int r = 0; r < watch.launch.world; r++) shutdown(watch.peers[r].socket[BEATS], SHUT_WR);
+    for (int r = 0; r < watch.launch.world; r++) {
+        if (watch.peers[r].socket[BEATS] >= 0) receive_by(watch.peers[r].socket[BEATS], rest, sizeof(rest), until);
+    }
+    _exit(last.failed);
+}
+
+// Takes the place of the function of this name in data/errors.c.
+void launch_failed(int code, const char* text) {
+    const char* prefix = "train: error: ";
+    char named[DATA_ERROR_BYTES + 256];
+    if (!watch.peers || watch.leaves) return;
+    if (watch.launch.rank == 0) end_all(code, text);
+    sleep_ms(1000);  // if all ranks make the same mistake, rank 0 prints it and ends this process meanwhile
+    const bool is_error = strncmp(text, prefix, strlen(prefix)) == 0;
+    snprintf(named, sizeof(named), "%srank %d: %s", prefix, watch.launch.rank, text + (is_error ? strlen(prefix) : 0));
+    end_all(code, named);
+}
+
+// `silence`: the seconds without a beat, or 0 for a connection that has ended.
+__attribute__((noreturn)) static void peer_lost(int r, int silence) {
+    const Hello* its = &watch.peers[r].hello;
+    char how[128] = "ended without a word", text[512];
+    if (silence > 0) {
+        snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
+    }
+    snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) has %s; all ranks stop\n", r, its->host,
+             its->pid, how);
+    // One rank of each machine says that rank 0 is lost, and the parent process of --gpus how a rank ended.
+    const bool speaks = r > 0 || watch.launch.rank == 1 || watch.launch.local_rank == 0;
+    const bool forked = strcmp(watch.launch.source, "--gpus") == 0;
+    end_all(1, !speaks || (silence == 0 && forked) ? "" : text);
+}
+
+static void hear(int r, double now) {
+    Peer* peer = &watch.peers[r];
+    const ssize_t got =
+        recv(peer->socket[BEATS], (char*)&peer->in + peer->bytes, sizeof(Beat) - peer->bytes, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got <= 0 && !watch.leaves) peer_lost(r, 0);
+    if (got <= 0) {
+        peer->socket[BEATS] = -1;
+        return;
+    }
+    peer->heard = now;
+    peer->bytes = (peer->bytes + (size_t)got) % sizeof(Beat);
+    if (peer->bytes > 0) return;
+    if (peer->in.failed) end_all(peer->in.failed, "");  // and it has said why
+    if (peer->in.progress != peer->beat.progress || peer->in.patience != peer->beat.patience) peer->moved = now;
+    peer->beat = peer->in;
+}
+
+// Ends all ranks if none has made progress within its patience. The rank that is furthest behind is at fault.
+static void check_progress(double now) {
+    int behind = 0, ahead = 0;
+    for (int r = 0; r < watch.launch.world; r++) {
+        const Peer* peer = &watch.peers[r];
+        if (peer->beat.patience == 0 || now - peer->moved < peer->beat.patience) return;
+        if (peer->beat.progress < watch.peers[behind].beat.progress) behind = r;
+        if (peer->beat.progress > watch.peers[ahead].beat.progress) ahead = r;
+    }
+    char who[256] = "no rank has", text[512];
+    if (behind != ahead) {
+        snprintf(who, sizeof(who), "rank %d on %s hangs: the others wait for it, and it has not", behind,
+                 behind ? watch.peers[behind].hello.host : "this host");
+    }
+    snprintf(text, sizeof(text), "train: error: %s made progress for %d s (%s); all ranks stop\n", who,
+             watch.peers[0].beat.patience, watch.what);
+    end_all(1, text);
+}
+
+static void* watch_thread(void* unused) {
+    (void)unused;
+    struct pollfd* polled = memory_zero((size_t)watch.launch.world, sizeof(struct pollfd));
+    double sent = 0, before = seconds_now();
+    for (;; poll(polled, (nfds_t)watch.launch.world, 200)) {
+        const double now = seconds_now();
+        const bool paused = now - before > 3;  // Ctrl-Z, or a suspended machine
+        before = now;
+        pthread_mutex_lock(&lock);
+        for (int r = 0; r < watch.launch.world; r++) {
+            Peer* peer = &watch.peers[r];
+            if (paused) peer->heard = peer->moved = now;  // the others have not been silent
+            if (polled[r].revents) hear(r, now);
+            polled[r] = (struct pollfd){peer->socket[BEATS], POLLIN, 0};
+            if (polled[r].fd >= 0 && now - peer->heard > watch.silence) peer_lost(r, watch.silence);
+        }
+        if (watch.launch.rank == 0) check_progress(now);
+        if (now - sent >= 1) send_beats(&watch.peers[watch.launch.rank].beat), sent = now;
+        pthread_mutex_unlock(&lock);
+    }
+}
+
+bool launch_join(Launch* launch, int64_t limit, char* error) {
+    if (launch->world == 1) return true;
+    const char* silence = getenv("NIBBLE_SILENCE");
+    // With any launcher: for error messages, and for notes that the first rank of a machine prints.
+    setenv("RANK", text_kept("%d", launch->rank), 1), setenv("LOCAL_RANK", text_kept("%d", launch->local_rank), 1);
+    const int cores = launch->local_world > 1 ? omp_get_num_procs() / launch->local_world : 0;
+    // The ranks of a machine share its cores.
+    if (!getenv("OMP_NUM_THREADS") && launch->local_world > 1) omp_set_num_threads(cores > 0 ? cores : 1);
+    Peer* peers = memory_zero((size_t)launch->world, sizeof(Peer));
+    for (int r = 0; r < launch->world; r++) peers[r].socket[MESSAGES] = peers[r].socket[BEATS] = -1;
+    snprintf(peers[0].hello.host, sizeof(peers[0].hello.host), "%.60s", launch->host);
+    if (!(launch->rank == 0 ? gather_ranks : reach_first)(launch, peers, limit, error)) return false;
+    for (int r = 0; r < launch->world; r++) peers[r].heard = peers[r].moved = seconds_now();
+    watch.peers = peers, watch.launch = *launch;
+    watch.silence = silence && atoi(silence) > 0 ? atoi(silence) : SILENCE_SECONDS;
+    pthread_t thread;
+    const int status = signals_thread(&thread, watch_thread, NULL);
+    return status == 0 || data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
+}
+
+// Messages between ranks. If one fails, the watch of this rank or of rank 0 soon ends the process and says why.
+
+// Sends bytes to rank r or, where `given` is NULL, takes them from it.
+static void pass_bytes(int r, const void* given, void* taken, size_t count) {
+    const int socket = watch.peers[r].socket[MESSAGES];
+    if (given ? send_all(socket, given, count) : receive_by(socket, taken, count, INFINITY)) return;
+    sleep_ms(2000);
+    peer_lost(r, 0);
+}
+
+void launch_broadcast(const Launch* launch, int from, void* bytes, int64_t count) {
+    if (launch->world == 1 || count == 0) return;
+    if (from > 0 && launch->rank == 0) pass_bytes(from, NULL, bytes, (size_t)count);
+    if (launch->rank > 0) pass_bytes(0, launch->rank == from ? bytes : NULL, bytes, (size_t)count);
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
+        if (r != from) pass_bytes(r, bytes, NULL, (size_t)count);
+    }
+}
+
+// Copies the bytes of all ranks, one after another, to `all` on rank 0.
+static void collect(const Launch* launch, const void* own, size_t count, void* all) {
+    if (launch->rank > 0) return pass_bytes(0, own, NULL, count);
+    memcpy(all, own, count);
+    for (int r = 1; r < launch->world; r++) pass_bytes(r, NULL, (char*)all + (size_t)r * count, count);
+}
+
+void launch_gather(const Launch* launch, const void* own, int64_t count, void* all) {
+    collect(launch, own, (size_t)count, all);
+    launch_broadcast(launch, 0, all, launch->world * count);
+}
+
+void launch_all_reduce(const Launch* launch, double* values, int count, LaunchReduction how) {
+    const size_t bytes = (size_t)count * sizeof(double);
+    SCOPED double* all = memory_take((size_t)launch->world * bytes);
+    collect(launch, values, bytes, all);
+    for (int i = count; i < launch->world * count && launch->rank == 0; i++) {
+        double* value = &values[i % count];
+        *value = how == LAUNCH_SUM ? *value + all[i] : *value >= all[i] ? *value : all[i];
+    }
+    launch_broadcast(launch, 0, values, (int64_t)bytes);
+}
+
+bool launch_any(const Launch* launch, bool flag) {
+    double value = flag;
+    launch_all_reduce(launch, &value, 1, LAUNCH_MAX);
+    return value > 0;
+}
+
+void watchdog_arm(const Launch* launch, const char* what, double patience) {
+    if (!watch.peers) return;
+    pthread_mutex_lock(&lock);
+    Peer* own = &watch.peers[launch->rank];
+    snprintf(watch.what, sizeof(watch.what), "%s", what);
+    own->beat.patience = patience == 0 || patience > watch.silence ? (int)patience : watch.silence;
+    own->moved = seconds_now();
+    own->beat.progress++;
+    pthread_mutex_unlock(&lock);
+}
+
+void watchdog_disarm(const Launch* launch) {
+    watchdog_arm(launch, "", 0);
+}
+
+void launch_leave(const Launch* launch) {
+    if (!watch.peers) return;
+    watchdog_disarm(launch);
+    pthread_mutex_lock(&lock);
+    watch.leaves = true;
+    pthread_mutex_unlock(&lock);
+    launch_any(launch, false);  // no rank ends before all have come here
 }

@@ -1,14 +1,11 @@
-// How the ranks of a run (launch.h) connect: rank 0 listens at MASTER_ADDR and MASTER_PORT, and each other rank
-// connects to it twice, once for the messages of the host and once for the beats of watch.c. rendezvous.c describes the
-// protocol.
+// How the ranks of a run (launch.h) prove to each other that they belong to it, and what the watch hears. Every rank
+// but 0 is connected to rank 0 twice. rendezvous.c describes the protocol; its tests speak it, too.
 #pragma once
-#include <time.h>
-#include "../../data/clock.h"
-#include "hmac.h"
 #include "launch.h"
 C_LINKAGE_BEGIN
 
 enum { MESSAGES, BEATS, CHANNELS };
+enum { HMAC_BYTES = 32 };
 
 typedef struct {
     unsigned char random[HMAC_BYTES];
@@ -33,33 +30,17 @@ typedef struct {
     int64_t progress;
 } Beat;
 
-// A rank as this rank knows it.
-typedef struct {
-    int socket[CHANNELS];  // -1: not connected
-    Hello hello;
-    Beat beat, in;  // the last one, and the next, of which so many bytes have come
-    size_t bytes;
-    double heard, moved;  // when it was last heard, and last made progress
-} Peer;
+// HMAC-SHA256 (RFC 2104, FIPS 180-4): the keyed hash of `count` bytes under a key of any length.
+void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]);
+
+// Computes the proof of `role`, "rank" or "rank 0". True if `proof` held it before.
+bool rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
+                      unsigned char proof[HMAC_BYTES]);
 
 // Listens at launch->port (0: any port), and sets launch->port to the port and launch->listener to the socket.
 bool rendezvous_listen(Launch* launch, char* error);
 
-// Connects all ranks within `limit` seconds: rank 0 calls the first, the others, which know peers[0] alone, the second.
-bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error);
-bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* error);
-
-// Computes the proof of `role`, "rank" or "rank 0".
-void rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
-                      unsigned char proof[HMAC_BYTES]);
-
-// False if the other side ends before all bytes have gone or come, or the deadline passes.
-bool send_all(int socket, const void* bytes, size_t count);
+// False if the other side ends before all bytes have come, or the deadline passes.
 bool receive_by(int socket, void* bytes, size_t count, double deadline);
-
-static inline void sleep_ms(int ms) {
-    const struct timespec time = {ms / 1000, ms % 1000 * 1000000L};
-    nanosleep(&time, NULL);
-}
 
 C_LINKAGE_END

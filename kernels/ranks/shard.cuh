@@ -12,14 +12,20 @@
 // If steps are taken inside the backward pass (optim/model), gradients are packed in every mode and two layers take
 // turns. Their sums overwrite them, and a layer is updated when its memory is needed again.
 //
-// The gradients of a layer are reduced while the backward pass computes the layer before. Each rank sends every other
-// the slice that the other owns (n (W-1)/W elements out, and in), adds up the W contributions to its own slice in the
-// order of the ranks, in fp32, and rounds once to the gradients' type. The sum stays with its owner; with `none`, it
-// goes to all (n (W-1)/W again), as updated weights do in the other modes. So the order of the sum is defined here, by
-// rank, and the CPU and the GPU get the same bits from equal gradients. All modes get the same bits if a step has one
-// micro-batch per rank; of several, `none` and `states` sum over the micro-batches first, `grads` and `weights` over
-// the ranks. A sum of k micro-batches on each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23
-// of the sum of the magnitudes.
+// The gradients of a layer are reduced while the backward pass computes the layer before, within each node and then
+// between the K nodes of R ranks (comm.cuh):
+//
+//     s_k = the sum of node k's gradients in the order of its ranks, in fp32, rounded to the gradients' type
+//     sum = s_0 + ... + s_(K-1) in fp32, rounded; on one node it is s_0
+//
+// Each rank sends every other of its node the slices of all ranks with the other's local number (n (R-1)/R elements
+// out, and in), adds up what it gets, in place, and sends every rank with its own local number the slice of these that
+// the other owns (n (K-1)/W; a node sends n (K-1)/K). The sum stays with its owner; with `none` it goes to all on the
+// way back, as updated weights do in the other modes. The order is defined here, so the CPU and the GPU get the same
+// bits from equal gradients, and all modes if a step has one micro-batch per rank; of several, `none` and `states` sum
+// over the micro-batches first, `grads` and `weights` over the ranks. A sum of k micro-batches on each of W ranks
+// differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes; with bf16 gradients,
+// several nodes add 2^-8 of the sum of all |s_k|.
 //
 // The exchanges cost 1 to 4 % of a step on four H200s with DMA copy engines (peer.cuh). NCCL's kernels also take
 // multiprocessors. Attention draws its work piece by piece and loses no more than their share, but a matrix product
@@ -88,7 +94,7 @@ inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, c
     for (int i = 0; i < 4; i++) {
         if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
     }
-    s->waits = !s->comm.peers && s->comm.rate > SHARD_WAIT_RATE;
+    s->waits = s->comm.communicator && s->comm.rate > SHARD_WAIT_RATE;
     return s;
 }
 
@@ -228,7 +234,7 @@ void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributio
 // Device memory that shard_open takes for pieces of all ranks.
 inline int64_t shard_staging_bytes(const Shard* s) {
     const int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
-    return s->comm.world * s->piece * largest;
+    return s->comm.members * s->piece * largest;
 }
 
 // Plans the slices of tensors in the order of their buckets, which are the layers and the rest. In packed memory,
@@ -244,7 +250,7 @@ inline void shard_plan(Shard* s, const SliceTensor* tensors, int count) {
     s->packed_tile[s->layers] = (s->layers > 1 ? 2 : s->layers) * layer;
     s->packed = (s->packed_tile[s->layers] + *slices_cut(&s->slices, s->layers, s->comm.world)) * TILE_ELEMENTS;
     s->own = (SliceRun*)memory_zero((size_t)s->slices.first_run[s->slices.buckets], sizeof(SliceRun));
-    s->own_runs = slices_own(&s->slices, s->comm.rank, s->own);
+    s->own_runs = slices_own(&s->slices, s->comm.position, s->own);
     s->own_tiles = s->own_runs ? s->own[s->own_runs - 1].at + s->own[s->own_runs - 1].tiles : 0;
 }
 
@@ -293,58 +299,70 @@ inline char* shard_own_at(const Shard* s, const void* memory, const SliceRun& pi
     return (char*)memory + slices_place(s->own, s->own_runs, piece.tile) * bytes;
 }
 
-// Returns how many pieces the ranks' slices of a bucket have at most.
-inline int64_t shard_pieces(const Shard* s, int bucket, int64_t most) {
+// Returns piece `number` of the slices that a member of a link has in a bucket.
+inline SliceRun shard_piece(const Shard* s, const Link* link, int bucket, int member, int64_t number, int64_t most) {
+    return slices_piece(&s->slices, bucket, link->at + member * link->span, number, most, link->span);
+}
+
+// Returns how many pieces the slices of a bucket have at most on this and all like links, which exchange as often.
+inline int64_t shard_pieces(const Shard* s, const Link* link, int bucket, int64_t most) {
     int64_t pieces = 0;
-    for (int r = 0; r < s->comm.world; r++) {
-        while (slices_piece(&s->slices, bucket, r, pieces, most).tiles > 0) pieces++;
+    for (int p = 0; p < s->comm.world; p += link->span) {
+        while (slices_piece(&s->slices, bucket, p, pieces, most, link->span).tiles > 0) pieces++;
     }
     return pieces;
 }
 
-// Sends this rank's slice of a bucket to all, on the comm's stream. A tile has `bytes` bytes in `memory`. The slice
-// lies there or, unless it is null, in `kept`, from where it is also copied.
+// Sends this rank's slice of a bucket to all, on the comm's stream: between nodes, and then with the slices from there
+// within the node. A tile has `bytes` bytes in `memory`. The slice lies there or, unless it is null, in `kept`, from
+// where it is copied.
 inline void shard_all_gather(Shard* s, int bucket, void* memory, int64_t bytes, const void* kept = nullptr) {
-    const int64_t pieces = shard_pieces(s, bucket, INT64_MAX);
-    comm_group(&s->comm, true);
-    for (int64_t i = 0; i < pieces; i++) {
-        const SliceRun own = slices_piece(&s->slices, bucket, s->comm.rank, i, INT64_MAX);
-        char* at = shard_at(s, memory, bucket, own, bytes);
-        char* from = kept && own.tiles > 0 ? shard_own_at(s, kept, own, bytes) : at;
-        for (int r = 0; r < s->comm.world; r++) {
-            const SliceRun piece = slices_piece(&s->slices, bucket, r, i, INT64_MAX);
-            s->sends[r] = {from, own.tiles * bytes};
-            s->receives[r] = {shard_at(s, memory, bucket, piece, bytes), piece.tiles * bytes};
-        }
-        if (from != at) comm_copy(&s->comm, at, from, own.tiles * bytes);
-        comm_exchange(&s->comm, s->sends, s->receives);
+    Comm* c = &s->comm;
+    for (int64_t i = 0; kept; i++) {
+        const SliceRun own = slices_piece(&s->slices, bucket, c->position, i, INT64_MAX);
+        if (own.tiles == 0) break;
+        comm_copy(c, shard_at(s, memory, bucket, own, bytes), shard_own_at(s, kept, own, bytes), own.tiles * bytes);
     }
-    comm_group(&s->comm, false);
+    for (Link* link : {&c->net, &c->node}) {
+        const int64_t pieces = link->world > 1 ? shard_pieces(s, link, bucket, INT64_MAX) : 0;
+        comm_group(c, link, true);
+        for (int64_t i = 0; i < pieces; i++) {
+            for (int r = 0; r < link->world; r++) {
+                const SliceRun piece = shard_piece(s, link, bucket, r, i, INT64_MAX);
+                s->receives[r] = {shard_at(s, memory, bucket, piece, bytes), piece.tiles * bytes};
+            }
+            for (int r = 0; r < link->world; r++) s->sends[r] = s->receives[link->rank];
+            comm_exchange(c, link, s->sends, s->receives);
+        }
+        comm_group(c, link, false);
+    }
 }
 
 // Gradients.
 
-// Sums piece number `i` of every rank's slice of a bucket over the ranks, and writes the sum to what its owner keeps.
+// Sums piece number `i` of what each member of a link has of a bucket over the members, and writes the sum to its place
+// or, on the last link, to what its owner keeps.
 template <typename G>
-void shard_sum_pieces(Shard* s, int bucket, int64_t i) {
-    const int world = s->comm.world, me = s->comm.rank;
+void shard_sum_pieces(Shard* s, Link* link, int bucket, int64_t i) {
+    const int world = link->world, me = link->rank;
     const int64_t bytes = TILE_ELEMENTS * (int64_t)sizeof(G), stride = s->piece * bytes;
-    const SliceRun own = slices_piece(&s->slices, bucket, me, i, s->piece);
+    const SliceRun own = shard_piece(s, link, bucket, me, i, s->piece);
     CommPiece *sends = s->sends, *receives = s->receives;
     for (int r = 0; r < world; r++) {
-        const SliceRun run = slices_piece(&s->slices, bucket, r, i, s->piece);
+        const SliceRun run = shard_piece(s, link, bucket, r, i, s->piece);
         sends[r] = {shard_at(s, s->grads, bucket, run, bytes), run.tiles * bytes};
         receives[r] = {s->incoming + r * stride, own.tiles * bytes};
     }
-    comm_exchange_zero_copy(&s->comm, sends, receives);
-    const bool many = world > PEER_MAX, splits = s->mode >= SHARD_GRADS && !s->releases;
+    comm_exchange_zero_copy(&s->comm, link, sends, receives);
+    const bool many = world > PEER_MAX, ends = link->span == 1;
+    const bool splits = ends && s->mode >= SHARD_GRADS && !s->releases;
     char* mine = shard_at(s, s->grads, bucket, own, bytes);
     Contributions c = {mine, many ? s->incoming : nullptr, stride, bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     G* to = (G*)(splits && own.tiles > 0 ? shard_own_at(s, s->sums, own, bytes) : mine);
     shard_sum<G>(s->comm.dev, s->comm.stream, to, c, own.tiles, splits && !s->first);
-    if (s->last) tile_squares<G>(s->comm.dev, s->comm.stream, s->squares + own.tile, to, own.tiles);
-    comm_release(&s->comm, receives);
+    if (ends && s->last) tile_squares<G>(s->comm.dev, s->comm.stream, s->squares + own.tile, to, own.tiles);
+    comm_release(&s->comm, link, receives);
 }
 
 // Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all ranks (watchdog_arm).
@@ -364,8 +382,10 @@ template <typename G>
 void shard_reduce_now(Shard* s, int bucket) {
     if (!s->last && s->mode < SHARD_GRADS) return;
     comm_after_device(&s->comm);
-    const int64_t pieces = shard_pieces(s, bucket, s->piece);
-    for (int64_t i = 0; i < pieces; i++) shard_sum_pieces<G>(s, bucket, i);
+    for (Link* link : {&s->comm.node, &s->comm.net}) {
+        const int64_t pieces = link->world > 1 ? shard_pieces(s, link, bucket, s->piece) : 0;
+        for (int64_t i = 0; i < pieces; i++) shard_sum_pieces<G>(s, link, bucket, i);
+    }
     if (s->mode == SHARD_NONE) shard_all_gather(s, bucket, s->grads, TILE_ELEMENTS * (int64_t)sizeof(G));
     if (s->last) shard_all_gather(s, bucket, s->squares, sizeof(double));
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
@@ -375,12 +395,9 @@ void shard_reduce_now(Shard* s, int bucket) {
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s) return;
-    if (s->waits && bucket > 0 && bucket < s->layers) {
-        assert(s->waiting < 0);
-        s->waiting = bucket;
-    } else {
-        shard_reduce_now<G>(s, bucket);
-    }
+    if (!s->waits || bucket == 0 || bucket == s->layers) return shard_reduce_now<G>(s, bucket);
+    assert(s->waiting < 0);
+    s->waiting = bucket;
 }
 
 // Begins to reduce the layer that waits, if one does. Call it in each layer before the attention's backward pass.
@@ -403,26 +420,31 @@ inline void shard_grads_free(const Shard* s, int bucket) {
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
 
-// All-reduces values (n) on the device. All ranks call it.
+// All-reduces values (n) on the device, within the node and then between nodes. All ranks call it.
 inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction how) {
     if (!s) return;
-    const Comm* c = &s->comm;
+    Comm* c = &s->comm;
     const int64_t bytes = n * (int64_t)sizeof(uint32_t);
     const uint32_t* all = (const uint32_t*)s->incoming;
-    assert(c->world * bytes <= shard_staging_bytes(s));
-    for (int r = 0; r < c->world; r++) s->sends[r] = {values, bytes}, s->receives[r] = {s->incoming + r * bytes, bytes};
-    comm_after_device(c);
-    comm_copy(c, s->incoming + c->rank * bytes, values, bytes);
-    comm_exchange(c, s->sends, s->receives);
-    device_after_comm(c);
+    for (Link* link : {&c->node, &c->net}) {
+        const int world = link->world;
+        if (world == 1) continue;
+        assert(world * bytes <= shard_staging_bytes(s));
+        for (int r = 0; r < world; r++)
+            s->sends[r] = {values, bytes}, s->receives[r] = {s->incoming + r * bytes, bytes};
+        comm_after_device(c);
+        comm_copy(c, s->incoming + link->rank * bytes, values, bytes);
+        comm_exchange(c, link, s->sends, s->receives);
+        device_after_comm(c);
 #ifdef __CUDACC__
-    if (c->dev->gpu) {
-        shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, all, c->world, n, how);
-        check_launch();
-        return;
-    }
+        if (c->dev->gpu) {
+            shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, all, world, n, how);
+            check_launch();
+            continue;
+        }
 #endif
-    for (int i = 0; i < n; i++) values[i] = shard_reduced(all, c->world, n, i, how);
+        for (int i = 0; i < n; i++) values[i] = shard_reduced(all, world, n, i, how);
+    }
 }
 
 // Makes all ranks agree on the step's loss, the sum of their shares, and on the flags.

@@ -38,10 +38,10 @@ inline const int64_t* slices_cut(const Slices* s, int bucket, int rank) {
     return s->cut + (int64_t)bucket * (s->ranks + 1) + rank;
 }
 
-// Returns piece `number` of a rank's slice of a bucket: tiles of one run, at most `most`. There is no such piece if it
-// has no tiles.
-inline SliceRun slices_piece(const Slices* s, int bucket, int rank, int64_t number, int64_t most) {
-    const int64_t begin = slices_cut(s, bucket, rank)[0], end = slices_cut(s, bucket, rank)[1];
+// Returns piece `number` of the slices of `span` ranks of a bucket, from `rank` on: tiles of one run, at most `most`.
+// There is no such piece if it has no tiles.
+inline SliceRun slices_piece(const Slices* s, int bucket, int rank, int64_t number, int64_t most, int span = 1) {
+    const int64_t begin = *slices_cut(s, bucket, rank), end = *slices_cut(s, bucket, rank + span);
     for (int i = s->first_run[bucket]; i < s->first_run[bucket + 1]; i++) {
         const SliceRun* run = &s->run[i];
         const int64_t low = begin > run->at ? begin : run->at,

@@ -36,12 +36,13 @@ static void arena_order(Arena* a) {
 // Plans which slices of the layers this rank keeps.
 static void spread_ranks(const Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
-    const int ranks = s->comm.world;
-    const long long tiles = a->elements / TILE_ELEMENTS;
-    if (tiles < ranks) user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks, tiles);
+    const long long tiles = a->elements / TILE_ELEMENTS, ranks = s->comm.world;
+    if (tiles < ranks)
+        user_error("the model has %lld tiles of weights for %lld ranks; start %lld", tiles, ranks, tiles);
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
-    const int64_t part = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes), most = (s->comm.peers ? 8192 : 16384) / ranks;
+    const int64_t tile = TILE_ELEMENTS * s->gradient_bytes, part = PEER_PART / tile;
+    const int64_t most = (s->comm.peers ? 8192 : (64 << 20) / tile) / s->comm.members;  // 64 MiB of all
     s->piece = !a->dev->gpu ? 16 : s->comm.peers && part < most ? part : most < 1 ? 1 : most;
     SliceTensor* tensors = (SliceTensor*)memory_take((size_t)a->count * sizeof(SliceTensor));
     int64_t *grain = (int64_t*)memory_zero(2 * (size_t)a->count, sizeof(int64_t)), *cost = grain + a->count;
