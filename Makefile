@@ -189,14 +189,11 @@ else
 	@! grep missing $@ 1>&2
 endif
 
-# PREFIX/bin/nibble, and the completion of its options for bash and zsh.
+# PREFIX/bin/nibble.
 PREFIX ?= /usr/local
 install: train
-	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/share/bash-completion/completions" \
-	           "$(DESTDIR)$(PREFIX)/share/zsh/site-functions"
+	install -d "$(DESTDIR)$(PREFIX)/bin"
 	install -m 755 $(BUILD)/train "$(DESTDIR)$(PREFIX)/bin/nibble"
-	./train --completion bash > "$(DESTDIR)$(PREFIX)/share/bash-completion/completions/nibble"
-	./train --completion zsh > "$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_nibble"
 
 test: train test_gpt2
 	./test_gpt2 $(TEST)
@@ -274,7 +271,7 @@ clean:
 
 help:
 	@echo "make              build ./train"
-	@echo "make install      PREFIX=/usr/local: bin/nibble (that is ./train) and the completion of its options"
+	@echo "make install      PREFIX=/usr/local: bin/nibble (that is ./train)"
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
 	@echo "make lib          the optimizer as a C library, build/lib/libnibble_optim.so (optim/nibble_optim.h)"
 	@echo "make wheel        the same as a Python package for PyTorch, in dist/ (optim/python/README.md)"

@@ -17,7 +17,6 @@
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
-#include "data/defaults.h"          // defaults_choose: what `auto` means
 #include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
 #include "data/fit.h"               // Fit: plans of models for a card that need not be here
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
@@ -29,7 +28,7 @@
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
 #include "data/sampling.h"          // Prompts, and samples as text
-#include "data/schedule.h"          // learning_rate
+#include "data/schedule.h"          // learning_rate, defaults_choose: what `auto` means
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
@@ -927,8 +926,9 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
-    const CheckpointFacts facts = {&folder->state, &options,        formats, {c->L, c->C, c->NH, c->max_T, c->V},
-                                   folder->config, &folder->special};
+    const CheckpointFacts facts = {&folder->state, &options,
+                                   formats,        {c->L, c->C, c->NH, c->max_T, c->V},
+                                   folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
     const bool writes = rank_of(m) == 0;
     CheckpointWriter writer = {};
     bool ok = !writes || checkpoint_begin(&writer, folder->path, folder->state.step, folder->error);
@@ -1479,7 +1479,7 @@ static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     if (run->launch->rank == 0) {
-        require(run_folder_make(&run->folder, run->resume.state, run->train_data.bytes), run->folder.error);
+        require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
     launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;

@@ -39,10 +39,11 @@ int checkpoint_list(const char* run_folder, int64_t** steps) {
     return count;
 }
 
-// Fields of RunState that are whole numbers, as state.json names them.
+// Fields of RunState as state.json names them: whole numbers, or doubles.
 static const struct {
     const char* name;
     size_t offset;
+    bool real;
 } STATE[] = {{"step", offsetof(RunState, step)},
              {"sequences", offsetof(RunState, sequences)},
              {"data_tokens", offsetof(RunState, data_tokens)},
@@ -52,18 +53,19 @@ static const struct {
              {"skipped_last", offsetof(RunState, skipped_last)},
              {"parts_left", offsetof(RunState, parts_left)},
              {"saturated", offsetof(RunState, saturated)},
-             {"rise_step", offsetof(RunState, rise_step)}};
+             {"rise_step", offsetof(RunState, rise_step)},
+             {"best_val", offsetof(RunState, best_val), true},
+             {"last_norm", offsetof(RunState, last_norm), true},
+             {"rise_lr", offsetof(RunState, rise_lr), true}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
 RunState run_state_read(const Json* json, const RunState* otherwise) {
     RunState state = *otherwise;
     for (int i = 0; i < STATE_FIELDS; i++) {
-        int64_t* field = (int64_t*)((char*)&state + STATE[i].offset);
-        *field = json_int(json, STATE[i].name, *field);
+        void* field = (char*)&state + STATE[i].offset;
+        if (STATE[i].real) *(double*)field = json_number(json, STATE[i].name, *(double*)field);
+        if (!STATE[i].real) *(int64_t*)field = json_int(json, STATE[i].name, *(int64_t*)field);
     }
-    state.best_val = json_number(json, "best_val", state.best_val);
-    state.last_norm = json_number(json, "last_norm", 0);
-    state.rise_lr = json_number(json, "rise_lr", 0);
     return state;
 }
 
@@ -177,22 +179,20 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
     SCOPED char* text;
     size_t length;
     FILE* state = text_stream(&text, &length);
-    fprintf(state, "{\n\"version\": %d,\n", CHECKPOINT_VERSION);
+    fprintf(state, "{\n\"version\": %d", CHECKPOINT_VERSION);
     for (int i = 0; i < STATE_FIELDS; i++) {
-        int64_t value = *(const int64_t*)((const char*)facts->state + STATE[i].offset);
-        fprintf(state, "\"%s\": %lld,\n", STATE[i].name, (long long)value);
+        const void* field = (const char*)facts->state + STATE[i].offset;
+        const double value = STATE[i].real ? *(const double*)field : (double)*(const int64_t*)field;
+        json_write_number_member(state, ",\n", STATE[i].name, value);
     }
-    json_write_number_member(state, "", "best_val", facts->state->best_val);
-    json_write_number_member(state, ",\n", "last_norm", facts->state->last_norm);
-    json_write_number_member(state, ",\n", "rise_lr", facts->state->rise_lr);
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", facts->formats);
     options_json(facts->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
     bool ok = tensors_end(writer) &&
               gpt2_config_write(path_in(folder, "config.json"), &facts->shape, writer->bf16 ? "bfloat16" : "float32",
-                                facts->config, facts->special, writer->error) &&
-              tokenizer_files_copy(writer->run_folder, folder, writer->error);
+                                facts->config, facts->end_token, writer->error) &&
+              tokenizer_files_copy(writer->run_folder, folder, false, writer->error);
     writer->file[writer->files++] = (CheckpointFile){"config.json", 0, -1};
     for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
         writer->file[writer->files++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1};
@@ -303,7 +303,8 @@ Json* checkpoint_state(const char* folder, char* error) {
     int64_t covered = sealed_bytes(text);
     bool whole = state && covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
     bool possible = true;
-    for (int i = 0; i < STATE_FIELDS; i++) possible = possible && json_int(state, STATE[i].name, 0) >= 0;
+    for (int i = 0; i < STATE_FIELDS; i++)
+        possible = possible && (STATE[i].real || json_int(state, STATE[i].name, 0) >= 0);
     if (!state || (whole && possible)) return state;
     data_error(error, "%s %s", path, whole ? "counts below 0" : "does not match its checksum");
     json_free(state);
@@ -321,19 +322,6 @@ Json* checkpoint_verify(const char* folder, bool model_alone, char* error) {
     if (whole) return state;
     json_free(state);
     return NULL;
-}
-
-bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
-    const char* not_copied = "config.json model.safetensors optimizer.safetensors";
-    const Json* files = json_get(state, "files");
-    for (const Json* file = files ? files->child : NULL; file; file = file->next) {
-        const char* path = path_in(run_folder, file->key);
-        if (text_among(file->key, not_copied, ' ') || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
-        if (file_whole(run_folder, file, error)) continue;
-        return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", error,
-                          checkpoint, path);
-    }
-    return true;
 }
 
 Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes) {

@@ -64,7 +64,7 @@ typedef struct {
     const char* formats;     // JSON: how the optimizer stores weights and states
     Gpt2Shape shape;
     const Json* config;  // config.json of the model that the run began with, or NULL
-    const SpecialTokens* special;
+    int end_token;       // <|endoftext|>, or -1
 } CheckpointFacts;
 bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error);
 // Begin model.safetensors, of tensors in their dtypes, and optimizer.safetensors.
@@ -102,8 +102,6 @@ void checkpoint_weights(void* context, int tensor, float* values);
 
 // Returns state.json's tree, which the caller frees, without verifying the other files; NULL with a sentence.
 Json* checkpoint_state(const char* folder, char* error);
-// Returns whether the tokenizer's files in a run folder are those that the checkpoint's state.json lists.
-bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
 // Compares every file of a checkpoint with its checksum; with `model_alone`, optimizer.safetensors may be damaged or
 // absent. Returns state.json's tree, which the caller frees, if all are intact; otherwise NULL with a sentence.
 Json* checkpoint_verify(const char* folder, bool model_alone, char* error);

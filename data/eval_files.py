@@ -2,10 +2,8 @@
 
 A line of the .jsonl holds one of
     {"activity_label", "ctx_a", "ctx_b", "endings", "label"}   HellaSwag as its authors give it; it is cleaned here
-    {"ctx", "endings", "label"}                                the same, cleaned already
     {"context", "choices", "answer"}                           any question; answer counts from 0
-    {"context", "continuation"}                                the last word is asked for
-    {"text"}                                                   the same: all after the last space is
+    {"text"}                                                   its last word, after the last space, is asked for
 data/README.md defines the binary format and the conventions, which are those of lm-evaluation-harness (tasks hellaswag
 and lambada_openai). A line that cannot be used stops the program, because leaving it out would change the score.
 """
@@ -66,12 +64,8 @@ def question_of(record, where):
     if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
         context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
         choices, answer = [cleaned(ending) for ending in record["endings"]], "label"
-    elif {"ctx", "endings", "label"} <= fields:
-        context, choices, answer = record["ctx"], record["endings"], "label"
     elif {"context", "choices", "answer"} <= fields:
         context, choices, answer = record["context"], record["choices"], "answer"
-    elif {"context", "continuation"} <= fields:
-        return LAST_WORD, record["context"], [record["continuation"]], 0
     elif "text" in fields:
         context, _, word = record["text"].rpartition(" ")
         return LAST_WORD, context, [word], 0

@@ -264,8 +264,9 @@ static bool is_token_id(const Json* value, int64_t vocabulary) {
     return ok;
 }
 
-bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
-                       const SpecialTokens* tokens, char* error) {
+bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded, int end_token,
+                       char* error) {
+    static const char* const tokens[] = {"bos_token_id", "eos_token_id", "pad_token_id"};
     // Members that are written from the model that is saved, or are of no use beside it.
     static const char replaced[] =
         "architectures model_type n_layer n_embd n_head n_positions n_ctx vocab_size dtype torch_dtype auto_map "
@@ -295,13 +296,13 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
         json_write(file, member);
         fputs(",\n", file);
     }
-    for (int i = 0; i < SPECIAL_TOKENS; i++) {
-        const Json* kept = json_get(loaded, SPECIAL_TOKEN_IDS[i]);
+    for (int i = 0; i < 3; i++) {
+        const Json* kept = json_get(loaded, tokens[i]);
         if (kept && is_token_id(kept, shape->vocabulary)) continue;
-        const bool there = tokens->id[i] >= 0 && tokens->id[i] < shape->vocabulary;
-        if (there) fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
+        const bool there = i < 2 && end_token >= 0 && end_token < shape->vocabulary;
+        if (there) fprintf(file, "  \"%s\": %d,\n", tokens[i], end_token);
         // Where a member is missing transformers takes GPT-2's own token, 50256.
-        if (!there && shape->vocabulary <= 50256) fprintf(file, "  \"%s\": null,\n", SPECIAL_TOKEN_IDS[i]);
+        if (!there && shape->vocabulary <= 50256) fprintf(file, "  \"%s\": null,\n", tokens[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
     fclose(file);

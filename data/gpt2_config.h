@@ -29,9 +29,9 @@ bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error);
 bool gpt2_shape_choose(const Options* options, const char* folder, bool resumed, int vocabulary, bool bytes,
                        Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights have type `dtype` (transformers' name). It keeps members of `loaded`, the
-// config.json that the model came with, or NULL, that do not describe the shape. Special tokens that `loaded` lacks
-// come from `tokens`.
-bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
-                       const SpecialTokens* tokens, char* error);
+// config.json that the model came with, or NULL, that do not describe the shape. If `loaded` does not say otherwise,
+// the token `end_token` (-1: none) begins and ends a text.
+bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded, int end_token,
+                       char* error);
 
 C_LINKAGE_END

@@ -75,16 +75,6 @@ PACKINGS = (  # the pattern of the first bytes, what opens the file
     (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
     (rb"\x28\xb5\x2f\xfd", open_zstd),
 )
-OTHERS = (  # the pattern of the first bytes, what such a file is: nothing here unpacks it
-    (rb"PK\x03\x04", "a zip archive; unzip it"),
-    (rb"7z\xbc\xaf", "a 7z archive; unpack it"),
-    (rb"Rar!\x1a", "a rar archive; unpack it"),
-    (rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18", "lz4 data; unpack it by lz4 -d"),
-    (rb"LZIP\x01", "lzip data; unpack it by lzip -d"),
-    (rb"x[\x01\x9c\xda]", "zlib data; unpack it"),
-    (rb"%PDF-", "a PDF document; convert it by pdftotext"),
-    (rb"\x93NUMPY", "a NumPy array, not text"),
-)
 PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
 # pyarrow's own derive from ValueError and NotImplementedError.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError, ValueError, NotImplementedError)
@@ -105,9 +95,6 @@ def look(path):
     for signature, opener in PACKINGS:
         if re.match(signature, head):
             return opener, True, False
-    for signature, what in OTHERS:
-        if re.match(signature, head):
-            raise Problem(f"{path}: {what}")
     if head and PACKED_NAME.search(str(path)):
         raise damaged(path, "it is not packed, as its name says")
     return (lambda path: open(path, "rb")), False, head.startswith(b"PAR1")

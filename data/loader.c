@@ -7,7 +7,6 @@
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <errno.h>
 #include <fcntl.h>
-#include <fnmatch.h>
 #include <glob.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -59,41 +58,26 @@ static const char* literal(const char* name) {
     return text_kept("%s", text);
 }
 
-// Finds the validation files that belong to a glob of training files: replaces one "train" of the pattern by "val", the
-// last one first, until that matches files, none of which is a training file. Else `validation` stays empty.
-static bool find_validation(glob_t* validation, const glob_t* train, const char* pattern, char* error) {
-    for (const char* at = pattern + strlen(pattern); at-- > pattern;) {
-        if (strncmp(at, "train", 5) != 0) continue;
-        SCOPED char* name = text_format("%.*sval%s", (int)(at - pattern), pattern, at + 5);
-        if (!add_matches(validation, name, error)) return false;
-        bool apart = validation->gl_pathc > 0;
-        for (size_t i = 0; i < train->gl_pathc; i++)
-            apart = apart && fnmatch(name, train->gl_pathv[i], FNM_PATHNAME) != 0;
-        if (apart) return true;
-        globfree(validation);
-        memset(validation, 0, sizeof(*validation));
+// Refuses a folder that lacks the shards to open, but may have some for validation.
+static bool folder_refused(const char* path, bool validation, char* error) {
+    const char* why = "holds validation shards (val_*.bin) and no train_*.bin to train on";
+    if (!validation) {
+        const bool nano = file_exists(path_in(path, "train.bin"));
+        const char* format =
+            "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files, "
+            "such as \"%s/*.bin\"";
+        if (nano)
+            format =
+                "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt %s --out DIR, "
+                "and --data DIR here";
+        why = text_kept(format, nano ? shell_word(path) : path);
     }
-    return true;
+    return data_error(error, "the folder %s %s", path, why);
 }
 
-// Returns what is wrong with a folder that has so many training and validation shards; NULL if it is a prepared one.
-static const char* folder_fault(const char* path, size_t train, size_t validation, DatasetPart part) {
-    if (train > 0 || (validation > 0 && part != DATASET_TRAIN)) return NULL;
-    if (validation > 0) return "holds validation shards (val_*.bin) and no train_*.bin to train on";
-    if (!file_exists(path_in(path, "train.bin")))
-        return text_kept(
-            "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files, such as "
-            "\"%s/*.bin\"",
-            path);
-    return text_kept(
-        "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt %s --out DIR, and "
-        "--data DIR here",
-        shell_word(path));
-}
-
-// Finds the files that the user named, those of `part`. Sets `split` if the validation part is the end of each.
-static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart part, char* error) {
-    __attribute__((cleanup(globfree))) glob_t validation = {0};
+// Finds the files that the user named: those of `part` are number taken[0] to taken[1] - 1 of the list. Sets `split` if
+// the validation part is the end of each.
+static bool find_files(glob_t* list, size_t taken[2], bool* split, const char* path, DatasetPart part, char* error) {
     struct stat status;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
@@ -102,22 +86,17 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
         return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
     }
-    const char *name = there ? literal(path) : path, *of_folder = text_kept("%s/val_*.bin", name);
+    const char* name = there ? literal(path) : path;
     if (!add_matches(list, folder ? text_kept("%s/train_*.bin", name) : name, error)) return false;
-    if (folder) {
-        if (!add_matches(part == DATASET_WHOLE ? list : &validation, of_folder, error)) return false;
-        const char* wrong = folder_fault(path, list->gl_pathc, validation.gl_pathc, part);
-        if (wrong) return data_error(error, "the folder %s %s", path, wrong);
-    } else if (list->gl_pathc == 0) {
-        return data_error(error, "no file matches %s; name files that are there", path);
-    } else if (!there && part != DATASET_WHOLE && !find_validation(&validation, list, path, error)) {
-        return false;
-    }
-    *split = part != DATASET_WHOLE && validation.gl_pathc == 0;
-    if (part != DATASET_VALIDATION || *split) return true;
-    const glob_t training = *list;
-    *list = validation, validation = training;
-    return true;
+    const size_t training = list->gl_pathc;
+    if (folder && !add_matches(list, text_kept("%s/val_*.bin", name), error)) return false;
+    const bool validation = list->gl_pathc > training;
+    *split = part != DATASET_WHOLE && !validation;
+    taken[0] = part == DATASET_VALIDATION && validation ? training : 0;
+    taken[1] = part == DATASET_TRAIN ? training : list->gl_pathc;
+    if (taken[0] < taken[1]) return true;
+    if (folder) return folder_refused(path, validation, error);
+    return data_error(error, "no file matches %s; name files that are there", path);
 }
 
 // Opens a file and finds its tokens.
@@ -271,15 +250,15 @@ static bool leave_out_short(Dataset* data, int T, char* error) {
                                          data->path, (long long)longest, files, T, T + 1);
 }
 
-static bool open_files(Dataset* data, const glob_t* list, DataFormat format, char* error) {
-    data->file = memory_zero(list->gl_pathc, sizeof(DatasetFile));
-    for (size_t i = 0; i < list->gl_pathc; i++) {
+static bool open_files(Dataset* data, char** paths, size_t count, DataFormat format, char* error) {
+    data->file = memory_zero(count, sizeof(DatasetFile));
+    for (size_t i = 0; i < count; i++) {
         DatasetFile* file = &data->file[data->files++];
-        if (!shard_open(file, list->gl_pathv[i], format, error)) return false;
+        if (!shard_open(file, paths[i], format, error)) return false;
         bool bytes = file->width == 1;
         if (i > 0 && bytes != data->bytes) {
             return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
-                              data->path, data->file[data->bytes ? i : 0].path, data->file[data->bytes ? 0 : i].path);
+                              data->path, paths[data->bytes ? i : 0], paths[data->bytes ? 0 : i]);
         }
         data->bytes = bytes;
     }
@@ -299,12 +278,14 @@ static bool open_text(Dataset* data, const void* text, int64_t bytes, char* erro
 static bool open_part(Dataset* data, const char* path, const void* text, int64_t bytes, DataFormat format,
                       DatasetPart part, double fraction, int T, char* error) {
     __attribute__((cleanup(globfree))) glob_t list = {0};
+    size_t taken[2];
     bool split = part != DATASET_WHOLE;  // each file has both parts
     memset(data, 0, sizeof(*data));
     snprintf(data->path, sizeof(data->path), "%s", path);
     bool ok = T >= 1 || data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
     ok = ok && (text ? open_text(data, text, bytes, error)
-                     : find_files(&list, &split, path, part, error) && open_files(data, &list, format, error));
+                     : find_files(&list, taken, &split, path, part, error) &&
+                           open_files(data, list.gl_pathv + taken[0], taken[1] - taken[0], format, error));
     ok = ok && (!split || split_files(data, part, fraction, T, error)) && leave_out_short(data, T, error);
     for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;

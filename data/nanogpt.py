@@ -1,4 +1,4 @@
-"""nanoGPT's folders: train.bin and val.bin hold uint16 or uint32 tokens alone, meta.pkl may hold a vocabulary of texts.
+"""nanoGPT's folders: train.bin and val.bin hold uint16 tokens alone, meta.pkl may hold a vocabulary of texts.
 
 prepare.py --from-nanogpt DIR writes shards of them. Without meta.pkl the tokens are GPT-2's, or those of --tokenizer.
 """
@@ -15,7 +15,6 @@ from vocabulary import ALPHABET, MAX_VOCABULARY, copy_vocabulary, open_vocabular
 META_BYTES = 1 << 26
 SHARD_MAGIC = (20240520).to_bytes(4, "little")
 BLOCK = 1 << 24  # tokens that are converted at a time
-WIDE_MAX = 1 << 4  # the upper half of a uint32 token is below this
 
 
 class Plain(pickle.Unpickler):
@@ -46,18 +45,13 @@ def read_meta(path):
 
 
 def open_tokens(path):
-    """Returns the tokens of a file as an array that is read when it is used. uint32 is told by its upper halves."""
+    """Returns the tokens of a file as an array that is read when it is used."""
     size = path.stat().st_size
     if not size or size % 2:
-        raise Problem(f"{path}: {size} bytes are no uint16 or uint32 tokens; copy it again")
+        raise Problem(f"{path}: {size} bytes are no uint16 tokens; copy it again")
     tokens = np.memmap(path, "<u2", "r")
     if tokens[:2].tobytes() == SHARD_MAGIC:
         raise Problem(f"{path}: a shard of tokens already; type ./train --data {path}")
-    if size % 4 == 0:
-        halves = tokens[::2], tokens[1::2]
-        low, high = (max(int(half[at : at + BLOCK].max()) for at in range(0, len(half), BLOCK)) for half in halves)
-        if high == 0 < low or high < WIDE_MAX <= low:
-            return tokens.view("<u4")
     return tokens
 
 

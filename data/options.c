@@ -7,7 +7,6 @@
 #include "memory.h"
 #include "options_synonyms.h"
 #include "text.h"
-#include "version.h"
 
 enum {
     SYNONYM_ROWS = sizeof(SYNONYMS) / sizeof(SYNONYMS[0]),
@@ -348,44 +347,10 @@ void options_json(const Options* options, bool typed, FILE* file) {
     fputc('}', file);
 }
 
-// Prints a script that completes the options of this program, called `nibble` or `train`, and their values: of
-// "off|auto|DIR" those in lower case, and files. zsh runs bash's script.
-static void options_completion(bool zsh, FILE* file) {
-    if (zsh) fputs("#compdef nibble train\nautoload -U +X bashcompinit && bashcompinit\n", file);
-    fputs(
-        "_nibble() {\n"
-        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words= files= line=\n"
-        "    case $before in\n",
-        file);
-    for (int i = 0; i < OPTION_COUNT; i++) {
-        const Option* option = &OPTIONS[i];
-        const bool path =
-            strstr(option->values, "PATH") || strstr(option->values, "DIR") || strstr(option->values, "FILE");
-        if (option->type == OPTION_FLAG) continue;
-        fprintf(file, "        --%s) %swords='", option->name, path ? "files=-f " : "");
-        if (option->type != OPTION_CHOICE && strcmp(option->standard, "auto") == 0 && !path) fputs("auto", file);
-        for (const char *at = option->values, *word; (word = text_word(&at, '|'));) {
-            if (*word >= 'a' && *word <= 'z') fprintf(file, " %s", word);
-        }
-        fputs("' ;;\n", file);
-    }
-    fputs("        *) words='", file);
-    for (int i = 0; i < OPTION_COUNT; i++) fprintf(file, " --%s", OPTIONS[i].name);
-    fputs(
-        "' ;;\n    esac\n    COMPREPLY=()\n"
-        "    while IFS= read -r line; do COMPREPLY+=(\"$line\"); done < <(compgen -W \"$words\" $files -- \"$word\")\n"
-        "    [ -z \"$files\" ] || compopt -o filenames 2> /dev/null\n"
-        "}\n"
-        "complete -F _nibble nibble train\n",
-        file);
-}
-
 bool options_print(const Options* options, FILE* file) {
-    const bool completes = strcmp(options->completion, "off") != 0;
     if (options->help) options_help(file);
     if (options->version) fprintf(file, "nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
-    if (completes) options_completion(strcmp(options->completion, "zsh") == 0, file);
-    return options->help || options->version || completes;
+    return options->help || options->version;
 }
 
 const char* shell_word(const char* text) {

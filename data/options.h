@@ -1,5 +1,5 @@
-// The options of a run: their values, and one table that drives parsing, --help, JSON and shell completion. The error
-// message for a mistake names the option, what was found and what to type.
+// The options of a run: their values, and one table that drives parsing, --help and JSON. The error message for a
+// mistake names the option, what was found and what to type.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,7 +7,11 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-enum { OPTION_COUNT = 91 };
+extern const char NIBBLE_VERSION[];  // "0.1.0"; version.c has it
+extern const char NIBBLE_COMMIT[];   // "73330cd1a2", with "-dirty" where files were changed; "unknown" outside of git
+extern const char NIBBLE_BUILD[];    // "CUDA 12.8 for sm_90a", "CPU alone"
+
+enum { OPTION_COUNT = 90 };
 #define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; of --keep best
 
 // The values, by type. The rows of OPTIONS say what each means.
@@ -15,7 +19,7 @@ typedef struct {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
         *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *rank_reset, *clip_by, *on_nonfinite, *schedule,
         *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval,
-        *eval_out, *run, *resume, *device, *save, *config, *sample, *completion;
+        *eval_out, *run, *resume, *device, *save, *config, *sample;
     long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         momentum_warmup, kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every,
         sample_tokens, samples, top_k, eval_every, print_every, save_every, keep, seed, memory, fit;
@@ -58,7 +62,7 @@ bool option_is_saved(const Option* option);
 // Writes {"name": value, ...} of the options that files keep. Values are strings; with `typed`, numbers are JSON
 // numbers.
 void options_json(const Options* options, bool typed, FILE* file);
-// Prints what --help, --version and --completion ask for; true if one of them was typed.
+// Prints what --help and --version ask for; true if one of them was typed.
 bool options_print(const Options* options, FILE* file);
 
 // Reads a number and a letter of `units` behind it, in either case: the first one multiplies it by `factor`, the second

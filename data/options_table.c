@@ -28,7 +28,7 @@ const Option OPTIONS[] = {
      "sequences of one micro-batch; auto: what fits, up to 64, with bytes 32, on a CPU 8"},
     {"tokens-per-step", INT(tokens_per_step), "auto", 1, 1e12, "N", "",
      "tokens of a step, a multiple of B x T; auto: 65k for some hundred million tokens of training, 524k for 10B, by "
-     "their root; a micro-batch with bytes or on a CPU (data/defaults.h has this and the other formulas)"},
+     "their root; a micro-batch with bytes or on a CPU (data/README.md has this and the other formulas)"},
     {"steps", INT(steps), "auto", 0, 1e12, "N", "", "optimizer steps; auto: an epoch (built-in text: 400 or 1500)"},
     {"preset", TEXT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
     {"rule", TEXT(rule), "", 0, 0, "NAME", "", "update rule, instead of the preset's"},
@@ -127,7 +127,6 @@ const Option OPTIONS[] = {
      "the best presets for such a GPU, and the largest --batch of each; without --model, the largest models"},
     {"list-formats", FLAG(list_formats), "", 0, 0, "", "", "storage formats"},
     {"list-presets", FLAG(list_presets), "", 0, 0, "", "", "optimizer presets"},
-    {"completion", CHOICE(completion), "off", 0, 0, "off|bash|zsh", "", "print that shell's completion script"},
     {"version", FLAG(version), "", 0, 0, "", "", "version, commit, build"},
     {"help", FLAG(help), "", 0, 0, "", "", "this text"},
 };

@@ -1,5 +1,4 @@
 #include "report.h"
-#include "defaults.h"
 #include "sampling.h"
 #include <math.h>
 #include <stdlib.h>

@@ -14,7 +14,6 @@
 #include "evaluation.h"
 #include "signals.h"
 #include "text.h"
-#include "version.h"
 
 bool run_saves_states(const RunFolder* run) {
     return strcmp(run->options->save, "all") == 0;
@@ -221,17 +220,6 @@ static void write_command(FILE* file) {
     json_write_text_member(file, ", ", "command", line);
 }
 
-// Writes the version of NVIDIA's driver, found in a line such as "... Kernel Module  570.124.06  ...", or null.
-static void write_driver(FILE* file) {
-    char text[512], version[32] = "";
-    text[file_begin("/proc/driver/nvidia/version", text, sizeof(text) - 1)] = 0;
-    for (const char* at = text; *at && !*version; at += strcspn(at, " "), at += strspn(at, " ")) {
-        if (strspn(at, "0123456789.") == strcspn(at, " ") && strchr(at, '.')) sscanf(at, "%31s", version);
-    }
-    if (*version) json_write_text_member(file, ", ", "driver", version);
-    if (!*version) fputs(", \"driver\": null", file);
-}
-
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
     if (run->quiet) return;
     char host[256] = "", date[32];
@@ -244,7 +232,6 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
                                     {"build", NIBBLE_BUILD}, {"started", date},           {"host", host},
                                     {"device", device}};
     for (int i = 0; i < 7; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
-    write_driver(log);
     write_command(log);
     fputs(", \"options\": ", log);
     options_json(run->options, true, log);
@@ -260,16 +247,14 @@ static const char* weights_folder(const RunFolder* run) {
     return *run->sources[0] ? run->sources[0] : run->sources[1];
 }
 
-// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with.
-static bool tokenizer_take(RunFolder* run, const Json* state, bool bytes) {
+// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
+// resumed, the checkpoint's files replace those of the folder.
+static bool tokenizer_take(RunFolder* run, bool bytes) {
     char* error = run->error;
     const char* const sources[2] = {weights_folder(run), run->sources[2]};
-    if (state && !checkpoint_has_copies(sources[0], state, run->path, error)) {
-        return data_error(error, "--resume: %s", error);
-    }
     for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, error)) {
+        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[0], error)) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
@@ -289,10 +274,6 @@ static void tokenizer_begin(RunFolder* run, bool bytes, const char* folder, int 
     Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : folder, reason) : NULL;
     run->tokenizer = opened;
     if (there && !opened) run_say(run, " notice   %s: no samples\n", reason);
-    for (int i = 0; i < SPECIAL_TOKENS; i++) run->special.id[i] = -1;
-    if (opened && !tokenizer_special(opened, folder, &run->special, reason)) {
-        run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
-    }
     run->samples =
         opened && tokenizer_encode(opened, "", 0, NULL, 0) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
     if (!run->samples) run->options->sample_every = 0;
@@ -325,7 +306,7 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                         vocabulary, error);
 }
 
-bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes) {
-    const bool again = checkpoint || strcmp(run->options->resume, "auto") == 0;
-    return files_make(run, again) && tokenizer_take(run, checkpoint, bytes);
+bool run_folder_make(RunFolder* run, bool bytes) {
+    const bool again = *run->sources[0] || strcmp(run->options->resume, "auto") == 0;
+    return files_make(run, again) && tokenizer_take(run, bytes);
 }

@@ -20,9 +20,8 @@ typedef struct {
     const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
-    SpecialTokens special;
-    Json* config;  // config.json of the model or checkpoint that the run began with, or NULL
-    bool samples;  // the tokenizer fits the model
+    Json* config;          // config.json of the model or checkpoint that the run began with, or NULL
+    bool samples;          // the tokenizer fits the model
     Prompts prompts;
     char error[DATA_ERROR_BYTES];  // the sentence about what has failed
 } RunFolder;
@@ -40,9 +39,8 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
 // `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0. One process calls it.
 bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
-// config.json, log.txt, log.jsonl and copies of the tokenizer's files. `checkpoint` is the state.json to continue from,
-// or NULL.
-bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes);
+// config.json, log.txt, log.jsonl and copies of the tokenizer's files.
+bool run_folder_make(RunFolder* run, bool bytes);
 void run_folder_close(RunFolder* run);
 
 // Prints on the terminal and into log.txt, with text_disarm.

@@ -1,5 +1,5 @@
-// The batch, the memory and the learning rate of a run. The caller, who knows the model, plans the memory. A function
-// that returns false has written a sentence into `error`.
+// What `auto` means, and the batch, the memory and the learning rate of a run. The caller, who knows the model, plans
+// the memory. A function that returns false has written a sentence into `error`.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -30,5 +30,19 @@ typedef struct {
 bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
 // Returns the learning rate of step 0, 1, ... steps-1.
 double learning_rate(const Schedule* schedule, int64_t step);
+
+// What options that are `auto` become: data/README.md has the formulas, and dev/compare/README.md the evidence. A run
+// of the batch B* = 65536 sqrt(D / 180M), for D tokens of training, has the same rate at any length. Rules other than
+// adamw, muon and normuon have the rate that --list-presets says, and weights that --model DIR has trained a thirtieth.
+
+// Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
+long long default_tokens_per_step(const Options* options, int64_t epoch);
+// Chooses the others. `rate` is that of the rule over adamw's; `trained`: the weights are.
+void defaults_choose(Options* options, double rate, bool trained);
+#define DEFAULT_DECAY "; wte|wpe: wd=0.05"
+// Returns --override, with the decay of embeddings beside muon if --weight-decay is auto and none is named.
+const char* default_overrides(const Options* options);
+// Returns whether v falls as beta2 says, which the 8-bit scales of @dq8 do not (optim/README.md, "How v falls").
+bool default_v_falls(const Options* options);
 
 C_LINKAGE_END

@@ -33,9 +33,8 @@ struct Tokenizer {
     int end;                  // <|endoftext|>, or -1
     bool encodes;             // there are merges, or each token is a byte or a character
     bool merges, characters;  // there are merges; each token is a character
-    int* added[2];  // tokens that were added later: a text is cut at those of the first, and its pieces at the others
-    int adds[2];    // how many they are
-    Token* token;   // (tokens), with room for `room`
+    int *added, adds;         // tokens that were added later, at which a text is cut, and how many they are
+    Token* token;             // (tokens), with room for `room`
     int room;
     int* slot;      // (slots) tokens by the hash of their bytes, -1 when free
     int64_t slots;  // a power of two
@@ -89,8 +88,7 @@ static bool is_nothing(const Json* json) {
 
 // Adds a token with this text in the alphabet. A text outside it was added by hand and stands for itself, and so does
 // one that was `added` later. Like the functions below, it returns NULL, or what is wrong with the file.
-static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added,
-                             bool normalized) {
+static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added) {
     const double number = json->kind == JSON_NUMBER ? json->number : -1.0;
     if (!(number >= 0.0 && number < MAX_VOCABULARY && number == (double)(int)number))
         return text_kept("is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", text, MAX_VOCABULARY - 1);
@@ -119,9 +117,8 @@ static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t cou
     if (fresh.length == (int)strlen(end_of_text) && memcmp(bytes, end_of_text, (size_t)fresh.length) == 0) {
         tokenizer->end = at;
     } else if (added && fresh.length > 0) {
-        int** list = &tokenizer->added[normalized];
-        *list = memory_grow(*list, (size_t)(tokenizer->adds[normalized] + 1) * sizeof(int));
-        (*list)[tokenizer->adds[normalized]++] = at;
+        tokenizer->added = memory_grow(tokenizer->added, (size_t)(tokenizer->adds + 1) * sizeof(int));
+        tokenizer->added[tokenizer->adds++] = at;
     }
     return NULL;
 }
@@ -130,7 +127,7 @@ static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t cou
 static const char* add_object(Tokenizer* tokenizer, const Json* json, bool added) {
     const char* wrong = json && json->kind == JSON_OBJECT ? NULL : "is no vocabulary: it is not a JSON object";
     for (const Json* one = wrong ? NULL : json->child; one && !wrong; one = one->next)
-        wrong = token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added, true);
+        wrong = token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added);
     return wrong || tokenizer->tokens > 0 ? wrong : "is no vocabulary: it is empty";
 }
 
@@ -147,8 +144,7 @@ static const char* add_list(Tokenizer* tokenizer, const Json* list) {
                 return text_kept("adds the token \"%.40s\" with %s, which nibble does not encode", content->text,
                                  flags[i]);
         }
-        const bool normalized = !is_nothing(json_get(token, "normalized"));
-        wrong = token_add(tokenizer, content->text, content->text_bytes, id, true, normalized);
+        wrong = token_add(tokenizer, content->text, content->text_bytes, id, true);
     }
     return wrong;
 }
@@ -219,10 +215,9 @@ static char* merge_lines(const Json* list, int64_t* bytes) {
     return good ? text : NULL;
 }
 
-// The path of the first of two names that is in the folder; NULL when neither is.
-static const char* find_file(const char* folder, const char* name, const char* other) {
+// The path of a file in the folder; NULL when it is not there.
+static const char* find_file(const char* folder, const char* name) {
     const char* path = path_in(folder, name);
-    if (access(path, F_OK) != 0) path = path_in(folder, other);
     return access(path, F_OK) == 0 ? path : NULL;
 }
 
@@ -256,13 +251,12 @@ static bool is_of_characters(const Tokenizer* tokenizer) {
 // Reads vocab.json and merges.txt, and what tokenizer.json or added_tokens.json beside them add; or tokenizer.json
 // alone.
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    const char* path = find_file(folder, "vocab.json", "encoder.json");
-    const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
-    const char* whole = find_file(folder, "tokenizer.json", "tokenizer.json");
-    const char* more = whole ? whole : find_file(folder, "added_tokens.json", "added_tokens.json");
+    const char* path = find_file(folder, "vocab.json");
+    const char* merges = path ? find_file(folder, "merges.txt") : NULL;
+    const char* whole = find_file(folder, "tokenizer.json");
+    const char* more = whole ? whole : find_file(folder, "added_tokens.json");
     const bool alone = whole && !merges;
-    if (!path && !whole)
-        return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
+    if (!path && !whole) return data_error(error, "%s holds neither vocab.json nor tokenizer.json", folder);
     if (alone) path = whole;
     JSON_SCOPED Json* names = alone ? NULL : json_read(path, error);
     JSON_SCOPED Json* beside = more ? json_read(more, error) : NULL;
@@ -285,7 +279,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
 }
 
 bool tokenizer_exists(const char* folder) {
-    return find_file(folder, "vocab.json", "encoder.json") || find_file(folder, "tokenizer.json", "tokenizer.json");
+    return find_file(folder, "vocab.json") || find_file(folder, "tokenizer.json");
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
@@ -323,13 +317,13 @@ bool tokenizers_agree(const char* folder, const char* other) {
     return agree;
 }
 
-// Copies FROM/NAME to TO/COPY unless TO/COPY exists or there is no FROM/NAME. What is in TO then must be a file of its
-// own, because it is published, and JSON if its name says so.
-static bool copy_one(const char* from, const char* name, const char* to, const char* copy, char* error) {
-    const char *source = path_in(from, name), *target = path_in(to, copy);
-    const bool there = access(target, F_OK) == 0, json = text_ends(copy, ".json");
+// Copies FROM/NAME, if it exists, to TO/NAME unless that exists and `replace` is false. What is in TO then must be a
+// file of its own, because it is published, and JSON if its name says so.
+static bool copy_one(const char* from, const char* name, const char* to, bool replace, char* error) {
+    const char *source = find_file(from, name), *target = path_in(to, name);
+    const bool there = access(target, F_OK) == 0 && !(replace && source), json = text_ends(name, ".json");
     const char* path = there ? target : source;
-    if (access(path, F_OK) != 0) return true;
+    if (!path) return true;
     int64_t bytes;
     SCOPED char* text = file_read_own(path, &bytes, error);
     JSON_SCOPED Json* parsed = text && json ? json_parse(text, bytes, path, error) : NULL;
@@ -340,12 +334,10 @@ static bool copy_one(const char* from, const char* name, const char* to, const c
     return there || file_write(target, text, bytes, error);
 }
 
-bool tokenizer_files_copy(const char* from, const char* to, char* error) {
-    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
-        if (!copy_one(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error)) return false;
-    }
-    return copy_one(from, "encoder.json", to, "vocab.json", error) &&
-           copy_one(from, "vocab.bpe", to, "merges.txt", error);
+bool tokenizer_files_copy(const char* from, const char* to, bool replace, char* error) {
+    bool ok = true;
+    for (int i = 0; ok && MODEL_FOLDER_FILES[i]; i++) ok = copy_one(from, MODEL_FOLDER_FILES[i], to, replace, error);
+    return ok;
 }
 
 bool tokenizer_write_bytes(const char* folder, char* error) {
@@ -373,35 +365,10 @@ bool tokenizer_write_bytes(const char* folder, char* error) {
            file_write(path_in(folder, "tokenizer_config.json"), config, sizeof(config) - 1, error);
 }
 
-const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS] = {"bos_token_id", "eos_token_id", "pad_token_id"};
-
-bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error) {
-    static const char* const files[] = {"special_tokens_map.json", "tokenizer_config.json"};
-    static const char* const names[SPECIAL_TOKENS] = {"bos_token", "eos_token", "pad_token"};
-    bool ok = true;
-    for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
-    for (int f = 0; f < 2; f++) {
-        const char* path = path_in(folder, files[f]);
-        JSON_SCOPED Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
-        ok = ok && (json || access(path, F_OK) != 0);
-        for (int i = 0; i < SPECIAL_TOKENS && json; i++) {
-            const Json* text = json_get(json, names[i]);
-            if (text && text->kind == JSON_OBJECT) text = json_get(text, "content");
-            if (!text || text->kind != JSON_STRING || tokens->id[i] >= 0) continue;
-            tokens->id[i] = find_token(tokenizer, text->text, text->text_bytes);
-        }
-    }
-    for (int i = 0; i < 2; i++) {
-        if (tokens->id[i] < 0) tokens->id[i] = tokenizer->end;
-    }
-    return ok;
-}
-
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
     for (int i = 0; i < tokenizer->tokens; i++) free(tokenizer->token[i].bytes);
-    free(tokenizer->token), free(tokenizer->slot), free(tokenizer->added[0]), free(tokenizer->added[1]),
-        free(tokenizer);
+    free(tokenizer->token), free(tokenizer->slot), free(tokenizer->added), free(tokenizer);
 }
 
 int tokenizer_vocabulary(const Tokenizer* tokenizer) {
@@ -521,33 +488,30 @@ static void encode_plain(Encoding* e, const char* text, int64_t bytes) {
     }
 }
 
-// Encodes a text that is cut at the added tokens of list `list` and, between them, of those after it. The first place
-// counts, and there the longest.
-static void encode_from(Encoding* e, const char* text, int64_t bytes, int list) {
+// Encodes a text, which is cut at added tokens. The first place counts, and there the longest.
+static void encode_all(Encoding* e, const char* text, int64_t bytes) {
     const Tokenizer* tokenizer = e->tokenizer;
-    while (list < 2 && tokenizer->adds[list] == 0) list++;
-    if (list == 2) return encode_plain(e, text, bytes);
     int64_t begin = 0;
-    for (int64_t at = 0; at < bytes; at++) {
+    for (int64_t at = 0; at < bytes && tokenizer->adds > 0; at++) {
         int best = -1, longest = 0;
-        for (int i = 0; i < tokenizer->adds[list]; i++) {
-            const int token = tokenizer->added[list][i], length = tokenizer->token[token].length;
+        for (int i = 0; i < tokenizer->adds; i++) {
+            const int token = tokenizer->added[i], length = tokenizer->token[token].length;
             if (length <= longest || length > bytes - at) continue;
             if (memcmp(text + at, tokenizer->token[token].bytes, (size_t)length) == 0) best = token, longest = length;
         }
         if (best < 0) continue;
-        encode_from(e, text + begin, at - begin, list + 1);
+        encode_plain(e, text + begin, at - begin);
         put_token(e, best);
         begin = at + longest, at = begin - 1;
     }
-    encode_from(e, text + begin, bytes - begin, list + 1);
+    encode_plain(e, text + begin, bytes - begin);
 }
 
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max) {
     if (!tokenizer->encodes) return -1;
     SCOPED int* begin = memory_take(2 * (size_t)(bytes + 2) * sizeof(int));
     Encoding e = {tokenizer, tokens, max, 0, begin, begin + bytes + 2, false};
-    encode_from(&e, text, bytes, 0);
+    encode_all(&e, text, bytes);
     return e.failed ? -1 : (int)e.total;
 }
 

@@ -7,18 +7,18 @@
 C_LINKAGE_BEGIN
 
 typedef struct Tokenizer Tokenizer;
-// folder NULL or "": tokens are bytes. Otherwise it reads vocab.json and merges.txt, or the same under OpenAI's names,
-// encoder.json and vocab.bpe, or else tokenizer.json, if it describes GPT-2's kind of tokenizer. Without merges
-// tokenizer_encode returns -1, unless each token is a character. Tokens that were added (in tokenizer.json or
-// added_tokens.json) are encoded as the tokenizers library does; one whose flags ask for more is refused.
+// folder NULL or "": tokens are bytes. Otherwise it reads vocab.json and merges.txt, or else tokenizer.json, if it
+// describes GPT-2's kind of tokenizer. Without merges tokenizer_encode returns -1, unless each token is a character.
+// Tokens that were added (in tokenizer.json or added_tokens.json) are encoded as a whole; one whose flags ask for more
+// is refused.
 Tokenizer* tokenizer_open(const char* folder, char* error);
 // Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's. 256 tokens without a
 // tokenizer are bytes.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 // Returns whether the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
-// Copies MODEL_FOLDER_FILES of FROM that TO does not have yet. OpenAI's names become vocab.json and merges.txt.
-bool tokenizer_files_copy(const char* from, const char* to, char* error);
+// Copies MODEL_FOLDER_FILES of FROM to TO: those that TO does not have yet or, with `replace`, all.
+bool tokenizer_files_copy(const char* from, const char* to, bool replace, char* error);
 // Writes tokenizer.json and tokenizer_config.json, by which transformers reads the vocabulary of bytes.
 bool tokenizer_write_bytes(const char* folder, char* error);
 // Returns false if both folders hold a vocabulary and a number stands for different tokens in them.
@@ -33,16 +33,6 @@ int tokenizer_end(const Tokenizer* tokenizer);
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max);
 // Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
-
-// The numbers of the tokens that config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where there is none.
-enum { SPECIAL_TOKENS = 3 };
-extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
-typedef struct {
-    int id[SPECIAL_TOKENS];
-} SpecialTokens;
-// Finds them in special_tokens_map.json or tokenizer_config.json. If neither names them, <|endoftext|> begins and ends
-// a text.
-bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
 // Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `max` tokens; -1 as above.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max);

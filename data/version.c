@@ -1,5 +1,5 @@
-// See version.h. The Makefile defines COMMIT and BUILT.
-#include "version.h"
+// The Makefile defines COMMIT and BUILT.
+#include "options.h"
 #ifndef COMMIT
 #define COMMIT "unknown"
 #define BUILT "unknown"

@@ -53,21 +53,18 @@ def to_bytes(text):
 class Vocabulary:
     """names: {text: number} of all tokens, with END; merges: ["left right", ...]; source: its file, for messages.
 
-    added: two {text: number} of tokens that were added later. The tokenizers library first cuts a text at those of the
-    first, which are not normalized, and then the pieces at those of the second; the longest at a place counts.
+    added: {text: number} of tokens that were added later, at which a text is cut; the longest at a place counts.
     """
 
-    def __init__(self, names, merges, source, added=({}, {})):
-        self.names, self.merges, self.source, self.added = names, merges, source, added
-        self.added_numbers = {**added[0], **added[1]}
-        "".join([*names, *self.added_numbers]).encode("utf-8")  # half of a surrogate pair raises ValueError
-        more = [number for text, number in self.added_numbers.items() if names.get(text) != number]
+    def __init__(self, names, merges, source, added=()):
+        self.names, self.merges, self.source, self.added = names, merges, source, dict(added)
+        "".join([*names, *self.added]).encode("utf-8")  # half of a surrogate pair raises ValueError
+        more = [number for text, number in self.added.items() if names.get(text) != number]
         every = [*names.values(), *more]
         if len(set(every)) < len(every) or not all(type(n) is int and n >= 0 for n in every):
             raise ValueError("each token has a number of its own")
         self.size, self.end = max(every) + 1, names[END]
-        longest = [sorted(part, key=len, reverse=True) for part in added]
-        self.cuts = [re.compile(f"({'|'.join(map(re.escape, texts))})") for texts in longest if texts]
+        self.cuts = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
         ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
         numbers = [names[character] for character in ALPHABET]
         for merge in merges:
@@ -86,22 +83,21 @@ class Vocabulary:
         self.texts = [b""] * self.size  # of each token, in bytes
         for text, number in names.items():
             self.texts[number] = to_bytes(text)
-        for text, number in self.added_numbers.items():
+        for text, number in self.added.items():
             self.texts[number] = text.encode("utf-8")
         self.lengths = np.array([len(text) for text in self.texts], np.int64)  # of text that a token stands for
         self.lengths[self.end] = 0
 
-    def encode(self, text, cuts=None):
+    def encode_plain(self, text):
+        return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
+
+    def encode(self, text):
         """Returns the tokens of a text as uint16. Raises ValueError if it has more white space than tiktoken takes."""
-        cuts = self.cuts if cuts is None else cuts
-        if not cuts:
-            return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
-        pieces = cuts[0].split(text)  # every second one is an added token
-        parts = [
-            np.array([self.added_numbers[piece]], np.uint16) if i % 2 else self.encode(piece, cuts[1:])
-            for i, piece in enumerate(pieces)
-        ]
-        return np.concatenate(parts)
+        if not self.cuts:
+            return self.encode_plain(text)
+        pieces = re.split(f"({self.cuts})", text)  # every second one is an added token
+        parts = [[self.added[piece]] if i % 2 else self.encode_plain(piece) for i, piece in enumerate(pieces)]
+        return np.concatenate(parts).astype(np.uint16)
 
     def fingerprint(self):
         """Returns the fingerprint that data/README.md defines for evaluation files."""
@@ -139,7 +135,7 @@ def read_added(tokens, path):
 
     END is none of them, since in a text it stands for its characters.
     """
-    added, end = ({}, {}), {}
+    added, end = {}, {}
     for token in tokens:
         text = token["content"]
         if text == END:
@@ -149,7 +145,7 @@ def read_added(tokens, path):
         if flags or not text or re.search(r"\S\s", text):  # a long document is cut where white space begins
             what = flags[0] if flags else "white space within it" if text else "no text"
             raise Problem(f"{path}: its added token {json.dumps(text)} has {what}, which nothing here encodes; {OTHERS}")
-        added[bool(token.get("normalized"))][text] = token["id"]
+        added[text] = token["id"]
     return added, end
 
 
@@ -167,12 +163,12 @@ def read_files(files):
         added = whole.get("added_tokens") or []
     elif other.is_file():
         texts, path = json.loads(other.read_text("utf-8")), other
-        added = [{"content": text, "id": number, "normalized": True} for text, number in texts.items()]
+        added = [{"content": text, "id": number} for text, number in texts.items()]
     if names is None:  # merges are texts or pairs of texts
         names, merges = dict(whole["model"]["vocab"]), whole["model"]["merges"]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     added, end = read_added(added, path)
-    numbers = [*names.values(), *added[0].values(), *added[1].values()]
+    numbers = [*names.values(), *added.values()]
     return {**names, END: names.get(END, end.get(END, max(numbers) + 1))}, merges, added
 
 

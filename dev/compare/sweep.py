@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from problem import Problem, regular
 
 # Of one start of the program, or set by the instrument itself.
-RESERVED = "config run resume sample dry-run profile fit list-formats list-presets completion version help".split()
+RESERVED = "config run resume sample dry-run profile fit list-formats list-presets version help".split()
 # They change neither weights nor losses: a finished run stays one when they change.
 NEUTRAL = ("print-every", "save-every", "keep")
 # Where they lie may differ from machine to machine; what they hold is compared instead.

@@ -195,8 +195,6 @@ static void fuzz_tokenizer(FuzzInput input) {
     }
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     if (!tokenizer) return demand_sentence(error);
-    SpecialTokens special;
-    if (!tokenizer_special(tokenizer, folder, &special, error)) demand_sentence(error);
     const int count = tokenizer_encode(tokenizer, input.bytes, (int64_t)input.count, token, 64);
     for (int i = 0; i < count && i < 64; i++) tokenizer_decode(tokenizer, token[i], &bytes);
     for (int i : {-1, 0, 255, 50256, INT32_MAX}) tokenizer_decode(tokenizer, i, &bytes);

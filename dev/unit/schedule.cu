@@ -1,6 +1,5 @@
-// Tests of the schedule of the learning rate, of what `auto` gives (data/schedule.h, data/defaults.h), and of a step's
-// time.
-#include "../../data/defaults.h"
+// Tests of the schedule of the learning rate, of what `auto` gives (data/schedule.h), and of a step's time.
+#include "../../data/schedule.h"
 #include "../../data/report.h"
 #include "../../optim/optim.h"
 #include "test.h"

@@ -53,13 +53,13 @@ HELLASWAG = {
 MIX, THE = "Baking: How. Mix. Then The man", "[a]  the"
 QUESTIONS = (  # line, [(context, continuation, characters, bytes)] with None for <|endoftext|>, which is right
     (HELLASWAG, [(MIX, " runs. Stop", 10, 10), (MIX, " é", 1, 2)], 1),
-    ({"ctx": THE, "endings": ["in", "re"], "label": 0}, [(THE, " in", 2, 2), (THE, " re", 2, 2)], 0),
+    ({"context": THE, "choices": ["in", "re"], "answer": 0}, [(THE, " in", 2, 2), (THE, " re", 2, 2)], 0),
     ({"context": "the \n", "choices": ["and"], "answer": 0}, [("the", " \n and", 3, 3)], 0),
     ({"context": "", "choices": ["the", "日本"], "answer": 1}, [(None, " the", 3, 3), (None, " 日本", 2, 6)], 1),
     ({"context": " \n", "choices": ["a"], "answer": 0}, [(None, " \n a", 1, 1)], 0),
     ({"text": "in the end"}, [("in the", " end", 3, 3)], 0),
     ({"text": "end"}, [(None, " end", 3, 3)], 0),
-    ({"context": "in", "continuation": "the"}, [("in", " the", 3, 3)], 0),
+    ({"text": "in the"}, [("in", " the", 3, 3)], 0),
 )
 
 
@@ -68,7 +68,7 @@ def test_evaluation_files(case):
     lines = {kind: "" for kind in (0, 1)}
     want = {kind: [] for kind in (0, 1)}
     for record, rows, answer in QUESTIONS:
-        kind = int("text" in record or "continuation" in record)
+        kind = int("text" in record)
         lines[kind] += json.dumps(record) + "\n\n"
         want[kind].append((rows, answer))
     choices, words = case.write("c.jsonl", lines[0]), case.write("words.odd.jsonl.xz", lines[1])
