@@ -1204,8 +1204,7 @@ struct FitCase {
     Device dev;
 };
 
-static bool fit_plan(void* fit, FitRow* row, char* error) {
-    const FitCase* c = (const FitCase*)fit;
+static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
     Options* o = &row->o;
     OptimConfig config = optim_config_of(o);
     Model m = {};
@@ -1223,9 +1222,10 @@ static bool fit_plan(void* fit, FitRow* row, char* error) {
 }
 
 static int fit_main(const Options* asked) {
-    char error[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
     FitCase c = {};
-    Fit fit = {asked, asked->model, nullptr, optim_preset, fit_plan, &c};
+    static Fit fit = {asked, asked->model};
+    for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
     c.folder = checkpoint_model(&fit.model, false, error);
     require(c.folder != nullptr, error);
     c.vocabulary = *c.folder ? 0 : 50257;
@@ -1235,7 +1235,8 @@ static int fit_main(const Options* asked) {
     OptimConfig typed = optim_config_of(asked);
     require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
     if (option_given(asked, "preset")) fit.preset = typed.preset;
-    require(fit_print(&fit, error), error);
+    while (fit_next(&fit)) fit.row.planned = fit_plan(&c, &fit.row, *error ? later : error);
+    if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
 

@@ -44,16 +44,16 @@ static const struct {
     const char* name;
     size_t offset;
     bool real;
-} STATE[] = {{"step", offsetof(RunState, step)},
-             {"sequences", offsetof(RunState, sequences)},
-             {"data_tokens", offsetof(RunState, data_tokens)},
-             {"data_crc", offsetof(RunState, data_crc)},
-             {"val_crc", offsetof(RunState, val_crc)},
-             {"skipped", offsetof(RunState, skipped)},
-             {"skipped_last", offsetof(RunState, skipped_last)},
-             {"parts_left", offsetof(RunState, parts_left)},
-             {"saturated", offsetof(RunState, saturated)},
-             {"rise_step", offsetof(RunState, rise_step)},
+} STATE[] = {{"step", offsetof(RunState, step), false},
+             {"sequences", offsetof(RunState, sequences), false},
+             {"data_tokens", offsetof(RunState, data_tokens), false},
+             {"data_crc", offsetof(RunState, data_crc), false},
+             {"val_crc", offsetof(RunState, val_crc), false},
+             {"skipped", offsetof(RunState, skipped), false},
+             {"skipped_last", offsetof(RunState, skipped_last), false},
+             {"parts_left", offsetof(RunState, parts_left), false},
+             {"saturated", offsetof(RunState, saturated), false},
+             {"rise_step", offsetof(RunState, rise_step), false},
              {"best_val", offsetof(RunState, best_val), true},
              {"last_norm", offsetof(RunState, last_norm), true},
              {"rise_lr", offsetof(RunState, rise_lr), true}};

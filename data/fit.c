@@ -10,30 +10,63 @@
 static const char* const RECOMPUTE[] = {"none", "gelu", "block", "none", "block"};
 enum { WAYS = 5, RELEASES = 3, ENOUGH = 8, SHOWN = 15 };  // a way is enough for a micro-batch of so many sequences
 
-static bool plan_way(const Fit* fit, const char* model, const char* preset, int way, FitRow* row, char* error) {
-    char later[DATA_ERROR_BYTES];
-    memset(row, 0, sizeof(*row));
-    row->o = *fit->asked, row->way = way;
-    Options* o = &row->o;
+// Without a model and a preset, the largest model of each of these presets is found.
+static const char* const PRESETS[] = {"adamw32", "muon8", "adamw4l", "muon8w8"};
+static const char* const MODELS[] = {"d120",    "d96",        "d84",         "d72", "d60",
+                                     "gpt2-xl", "gpt2-large", "gpt2-medium", "gpt2"};
+enum { PRESET_COUNT = 4, MODEL_COUNT = 9 };
+
+static bool finds_models(const Fit* fit) {
+    const Options* o = fit->asked;
+    return !option_given(o, "model") && !option_given(o, "size") && o->layers == OPTION_AUTO && !fit->preset;
+}
+
+// Sets the options of a way; false if a typed option excludes it.
+static bool way_begin(Fit* fit, int way) {
+    const bool models = finds_models(fit);
+    Options* o = &fit->row.o;
+    fit->row = (FitRow){.o = *fit->asked, .way = way};
     if (option_given(o, "recompute") && strcmp(RECOMPUTE[way], o->recompute) != 0) return false;
     if (way >= RELEASES && option_given(o, "release")) return false;
     if (way >= RELEASES) o->release = "on", o->clip_by = option_given(o, "clip-by") ? o->clip_by : "last";
-    o->model = model, o->preset = preset, o->recompute = RECOMPUTE[way];
+    o->model = models ? MODELS[fit->at_model] : fit->model;
+    o->preset = models ? PRESETS[fit->at_preset] : fit->preset ? fit->preset : fit->presets[fit->at_preset];
+    o->recompute = RECOMPUTE[way];
     if (strcmp(o->grads, "auto") == 0) o->grads = strcmp(o->release, "on") == 0 ? "bf16" : "fp32";
-    return fit->plan(fit->context, row, *error ? later : error);
+    return true;
 }
 
-// Finds the first way that is enough, or else the one with the largest micro-batch; gradients are released if nothing
-// else fits.
-static bool plan_best(const Fit* fit, const char* model, const char* preset, FitRow* best, char* error) {
-    bool found = false;
-    best->batch = 0;
-    for (int way = 0; way < WAYS && best->batch < (way == RELEASES ? 1 : ENOUGH); way++) {
-        FitRow row;
-        if (!plan_way(fit, model, preset, way, &row, error) || (found && row.batch <= best->batch)) continue;
-        *best = row, found = true;
+// Sorts a row into its place.
+static void take_row(Fit* fit, FitRow row) {
+    // By loss (dev/compare/README.md); the others follow in their own order.
+    static const char* const by_loss[] = {"muon", "muon8", "muon8w8", "adamw32", "adamw8e", "adamw4l", "int8w4"};
+    FitRow* rows = fit->rows;
+    int rank = 0, at = fit->count++;
+    while (rank < 7 && strcmp(by_loss[rank], row.o.preset) != 0) rank++;
+    const int cost = (row.batch < ENOUGH) * 10 + (row.batch == 0) * 10 + (row.way < 2 ? 0 : row.way);
+    row.order = 10 * cost + (fit->preset ? row.way : rank);
+    for (; at > 0 && rows[at - 1].order > row.order; at--) rows[at] = rows[at - 1];
+    rows[at] = row;
+}
+
+bool fit_next(Fit* fit) {
+    const bool models = finds_models(fit);
+    FitRow* best = &fit->best;
+    if (fit->row.planned && fit->preset) take_row(fit, fit->row);
+    if (fit->row.planned && (!best->planned || fit->row.batch > best->batch)) *best = fit->row;
+    for (;;) {
+        // The first way that is enough is the best one, else that with the largest micro-batch; gradients are released
+        // if nothing else fits.
+        while (fit->way < WAYS && (fit->preset || best->batch < (fit->way == RELEASES ? 1 : ENOUGH))) {
+            if (way_begin(fit, fit->way++)) return true;
+        }
+        if (models && best->batch > 0) fit->rows[fit->count++] = *best;
+        if (!models && !fit->preset && best->planned) take_row(fit, *best);
+        const bool next_model = models && best->batch == 0 && ++fit->at_model < MODEL_COUNT;
+        if (!next_model) fit->at_preset++, fit->at_model = 0;
+        if (fit->preset || (models ? fit->at_preset == PRESET_COUNT : !fit->presets[fit->at_preset])) return false;
+        *best = (FitRow){0}, fit->way = 0;
     }
-    return found;
 }
 
 // The command of a choice; batches beyond 64 sequences gain nothing.
@@ -46,21 +79,6 @@ static const char* command(const FitRow* row) {
                                                                     o->clip_by, batch * o->seq);
     return text_kept("./train --%s %s --preset %s%s%s --batch %lld", option_given(o, "size") ? "size" : "model",
                      shell_word(o->model), o->preset, less, release, batch);
-}
-
-// Prints the largest of our models for each of four presets; false: there is none.
-static bool print_models(const Fit* fit, char* error) {
-    static const char* const presets[] = {"adamw32", "muon8", "adamw4l", "muon8w8"};
-    static const char* const models[] = {"d120",    "d96",        "d84",         "d72", "d60",
-                                         "gpt2-xl", "gpt2-large", "gpt2-medium", "gpt2"};
-    bool any = false;
-    for (int i = 0; i < 4; i++) {
-        FitRow row = {0};
-        for (int j = 0; j < 9 && row.batch == 0; j++) plan_best(fit, models[j], presets[i], &row, error);
-        if (row.batch > 0) printf("%5.1fB parameters  %s\n", 1e-9 * (double)row.parameters, command(&row));
-        any = any || row.batch > 0;
-    }
-    return any;
 }
 
 static void print_row(const FitRow* row, bool first) {
@@ -82,34 +100,13 @@ static void print_row(const FitRow* row, bool first) {
     plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
 }
 
-// Sorts a row into its place.
-static void take_row(const Fit* fit, FitRow* rows, int count, FitRow row) {
-    // By loss (dev/compare/README.md); the others follow in their own order.
-    static const char* const by_loss[] = {"muon", "muon8", "muon8w8", "adamw32", "adamw8e", "adamw4l", "int8w4"};
-    int rank = 0, at = count;
-    while (rank < 7 && strcmp(by_loss[rank], row.o.preset) != 0) rank++;
-    const int cost = (row.batch < ENOUGH) * 10 + (row.batch == 0) * 10 + (row.way < 2 ? 0 : row.way);
-    row.order = 10 * cost + (fit->preset ? row.way : rank);
-    for (; at > 0 && rows[at - 1].order > row.order; at--) rows[at] = rows[at - 1];
-    rows[at] = row;
-}
-
-bool fit_print(const Fit* fit, char* error) {
-    static FitRow rows[80], row;
-    const Options* o = fit->asked;
-    const bool typed = option_given(o, "model") || option_given(o, "size") || o->layers != OPTION_AUTO || fit->preset;
-    int count = 0;
-    *error = 0;
-    if (!typed && print_models(fit, error)) return true;
-    for (int way = 0; fit->preset && way < WAYS; way++) {
-        if (plan_way(fit, fit->model, fit->preset, way, &row, error)) take_row(fit, rows, count++, row);
-    }
-    for (int i = 0; typed && !fit->preset && fit->presets(i); i++) {
-        if (plan_best(fit, fit->model, fit->presets(i), &row, error)) take_row(fit, rows, count++, row);
-    }
-    if (count == 0) return data_error(error, "--fit lists nothing: %s", text_kept("%s", error));
-    for (int i = 0; i < 2 && i < count && rows[i].batch > 0; i++)
+bool fit_print(const Fit* fit) {
+    const FitRow* rows = fit->rows;
+    for (int i = 0; finds_models(fit) && i < fit->count; i++)
+        printf("%5.1fB parameters  %s\n", 1e-9 * (double)rows[i].parameters, command(&rows[i]));
+    if (finds_models(fit)) return fit->count > 0;
+    for (int i = 0; i < 2 && i < fit->count && rows[i].batch > 0; i++)
         printf("%-8s %s\n", i == 0 ? "best" : "or", command(&rows[i]));
-    for (int i = 0; i < SHOWN && i < count; i++) print_row(&rows[i], i == 0);
-    return true;
+    for (int i = 0; i < SHOWN && i < fit->count; i++) print_row(&rows[i], i == 0);
+    return fit->count > 0;
 }
