@@ -1166,7 +1166,6 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_batch(folder, dataset_windows(&run->train_data, m->T), world, m->config.V);
     optim_describe(&run->config, text, sizeof(text));
     report_optim(folder, text);
-    report_schedule(folder);
     report_memory(folder, plan, world, m->parameters, available_to(m));
     if (run->resume.taken) run_say(folder, " resume   takes the checkpoint's%s\n", run->resume.taken);
     if (run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);

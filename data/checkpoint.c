@@ -270,13 +270,6 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-// Returns how many bytes state.json's own checksum covers: those before its last line "crc32c"; -1: it has none.
-static int64_t sealed_bytes(const char* text) {
-    const char* seal = NULL;
-    for (const char* at = text; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
-    return seal ? seal - text : -1;
-}
-
 // True if one of the files that state.json lists is whole.
 static bool file_whole(const char* folder, const Json* file, char* error) {
     uint32_t crc;
@@ -300,9 +293,10 @@ Json* checkpoint_state(const char* folder, char* error) {
     SCOPED char* text = file_read(path, &bytes, error);
     if (!text) return NULL;
     Json* state = json_parse(text, bytes, path, error);
-    int64_t covered = sealed_bytes(text);
-    bool whole = state && covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
-    bool possible = true;
+    const char* seal = NULL;  // its own checksum covers what comes before its last line "crc32c"
+    for (const char* at = text; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
+    bool possible = true, whole = state && seal;
+    whole = whole && crc32c(0, text, seal - text) == (uint32_t)json_int(state, "crc32c", -1);
     for (int i = 0; i < STATE_FIELDS; i++)
         possible = possible && (STATE[i].real || json_int(state, STATE[i].name, 0) >= 0);
     if (!state || (whole && possible)) return state;
@@ -341,35 +335,35 @@ Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, 
 const char* checkpoint_model(const char** name, bool needed, char* error) {
     const char* model = *name;
     char path[RUN_PATH_BYTES + 32];
-    const bool shape = strcmp(model, "auto") == 0 || gpt2_named(model);
-    if (shape && !needed) return "";
-    if (shape && folder_exists(model)) {
-        data_error(error,
-                   "--model %s is a built-in shape, without weights to sample from; type --model ./%s for the folder",
-                   model, model);
-        return NULL;
-    }
-    if (shape) {
-        data_error(
-            error,
-            "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a checkpoint is "
-            "one); for samples and scores on the way of a run, type --sample-every N and --eval-every N");
-        return NULL;
+    if (strcmp(model, "auto") == 0 || gpt2_named(model)) {
+        if (!needed) return "";
+        const char* why =
+            "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
+            "checkpoint is one); for samples and scores on the way of a run, type --sample-every N and "
+            "--eval-every N";
+        if (folder_exists(model))
+            why = text_kept(
+                "--model %s is a built-in shape, without weights to sample from; type "
+                "--model ./%s for the folder",
+                model, model);
+        return data_error(error, "%s", why), NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
     if (!folder) return gpt2_unknown(model, error), NULL;
-    const bool weights = model_folder_has_weights(folder);
-    const bool checkpoint = weights && access(path_in(folder, "state.json"), F_OK) == 0;
-    Json* state = weights ? NULL : checkpoint_newest(folder, true, path, sizeof(path));
-    if (state) folder = text_copy(path);
-    if (!weights && !state && file_exists(path_in(folder, "log.jsonl"))) {
-        data_error(error, "--model %s is a run without a whole checkpoint; let it save one, or name another folder",
-                   folder);
-        return NULL;
+    JSON_SCOPED Json* state = NULL;
+    if (!model_folder_has_weights(folder)) {
+        state = checkpoint_newest(folder, true, path, sizeof(path));
+        if (state) folder = text_copy(path);
+        if (!state && file_exists(path_in(folder, "log.jsonl"))) {
+            return data_error(error,
+                              "--model %s is a run without a whole checkpoint; let it save one, or name another folder",
+                              folder),
+                   NULL;
+        }
+    } else if (access(path_in(folder, "state.json"), F_OK) == 0) {
+        state = checkpoint_verify(folder, true, error);
+        if (!state)
+            return data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, error), NULL;
     }
-    if (checkpoint && !(state = checkpoint_verify(folder, true, error))) {
-        return data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, error), NULL;
-    }
-    json_free(state);
     return *name = folder;
 }

@@ -112,12 +112,6 @@ static bool open_index(Safetensors* model, const char* folder, const Json* index
     return true;
 }
 
-static bool open_files(Safetensors* model, const char* path, char* error) {
-    if (has(path, "model.safetensors")) return safetensors_open(model, path_in(path, "model.safetensors"), error);
-    JSON_SCOPED Json* index = json_read(path_in(path, INDEX), error);
-    return index && open_index(model, path, index, error);
-}
-
 // Returns the tensor transformer.NAME or, where there is none, NAME; NULL when absent.
 static const SafetensorsTensor* find_tensor(const Safetensors* model, const char* name) {
     const SafetensorsTensor* found = safetensors_find(model, text_kept("transformer.%s", name));
@@ -173,8 +167,12 @@ static bool all_used(const Safetensors* model, const ModelTensor* tensors, int c
 bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, int layers,
                        char* error) {
     *model = (Safetensors){0};
-    bool ok = model_folder_has_weights(path) || no_weights(path, error);
-    if (ok && !open_files(model, path, error)) ok = data_error(error, "%s; fetch the model again", error);
+    if (!model_folder_has_weights(path)) return no_weights(path, error);
+    const bool one = has(path, "model.safetensors");
+    JSON_SCOPED Json* index = one ? NULL : json_read(path_in(path, INDEX), error);
+    const bool ok = one ? safetensors_open(model, path_in(path, "model.safetensors"), error)
+                        : index && open_index(model, path, index, error);
+    if (!ok) data_error(error, "%s; fetch the model again", error);
     if (ok && all_used(model, tensors, count, layers, error)) return true;
     safetensors_close(model);
     return false;

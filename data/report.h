@@ -8,12 +8,11 @@
 C_LINKAGE_BEGIN
 
 // Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
-// much of its `windows` is trained by `world` ranks; the optimizer; the schedule; and the memory, of which `available`
-// bytes are free.
+// much of its `windows` is trained by `world` ranks; the optimizer and the schedule; and the memory, of which
+// `available` bytes are free.
 void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V);
 void report_batch(RunFolder* run, int64_t windows, int world, int V);
 void report_optim(RunFolder* run, const char* optimizer);
-void report_schedule(RunFolder* run);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
 // `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,

@@ -203,8 +203,8 @@ def test_added_tokens(case):
     val, other = case.write("v.txt", "in"), case.folder / "other"
     first = case.prepare(case.write("t.txt", sample(1, 20000)), "--val", val, "--train-bpe", 300, vocabulary=None)
     whole = tokenizers.Tokenizer.from_file(str(first.folder / "tokenizer.json"))
-    whole.add_tokens(["<tool>", "<tool>x", "né", "   ", "l>x"])
-    whole.add_special_tokens(["<|im|>", "x<to"])
+    whole.add_tokens(["<tool>", "<tool>x", "né", "   ", "l>x", "x<to"])
+    whole.add_special_tokens(["<|im|>"])
     other.mkdir()
     whole.save(str(other / "tokenizer.json"))
     pieces = ["<tool>", "<tool>x", "né", "   ", "l>x", "<|im|>", "x<to", " the", "<", "ol>", "\n", "a  ", "é"]
