@@ -5,6 +5,7 @@
 // RING batches the caller holds two, and two are ready or in preparation.
 // With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -79,7 +80,6 @@ static bool folder_refused(const char* path, bool validation, char* error) {
 // the validation part is the end of each.
 static bool find_files(glob_t* list, size_t taken[2], bool* split, const char* path, DatasetPart part, char* error) {
     struct stat status;
-    if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
     const bool there = stat(path, &status) == 0, folder = there && S_ISDIR(status.st_mode);
     if (!there && !strpbrk(path, "*?[")) {
@@ -187,7 +187,7 @@ static bool read_vocabulary(Dataset* data, char* error) {
 // file with two windows gives at least one.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
     const int64_t window = (int64_t)T + 1;
-    const bool some = fraction > 0.0 && fraction < 1.0;
+    assert(fraction > 0.0 && fraction < 1.0);
     SCOPED int64_t* share = memory_zero((size_t)data->files, sizeof(int64_t));
     double owed = 0.0;
     int last = 0, kept = 0, sharing = 0;
@@ -195,18 +195,12 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
         const int64_t tokens = data->file[i].tokens;
         if (i > 0 && (tokens >= 2 * window || tokens > data->file[last].tokens)) last = i;
         owed += fraction * (double)tokens;
-        if (!some || data->files == 1 || owed < (double)window || tokens < 2 * window) continue;
+        if (data->files == 1 || owed < (double)window || tokens < 2 * window) continue;
         share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
         owed -= (double)share[i], sharing++;
     }
     if (sharing == 0) {
         const DatasetFile* file = &data->file[last];
-        if (fraction == 0.0 && part == DATASET_TRAIN) return true;
-        if (!some) {
-            return data_error(error,
-                              "%s has no validation part: the fraction %g that was asked for is not between 0 and 1",
-                              file->path, fraction);
-        }
         share[last] = (int64_t)(fraction * (double)file->tokens);
         if (share[last] < window) share[last] = window;
         if (file->tokens - share[last] < window) {
@@ -282,10 +276,9 @@ static bool open_part(Dataset* data, const char* path, const void* text, int64_t
     bool split = part != DATASET_WHOLE;  // each file has both parts
     memset(data, 0, sizeof(*data));
     snprintf(data->path, sizeof(data->path), "%s", path);
-    bool ok = T >= 1 || data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    ok = ok && (text ? open_text(data, text, bytes, error)
-                     : find_files(&list, taken, &split, path, part, error) &&
-                           open_files(data, list.gl_pathv + taken[0], taken[1] - taken[0], format, error));
+    bool ok = (text ? open_text(data, text, bytes, error)
+                    : find_files(&list, taken, &split, path, part, error) &&
+                          open_files(data, list.gl_pathv + taken[0], taken[1] - taken[0], format, error));
     ok = ok && (!split || split_files(data, part, fraction, T, error)) && leave_out_short(data, T, error);
     for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
@@ -410,9 +403,7 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     const DatasetFile* file = data->file;
     const DatasetFile* end = data->file + data->files;
     while (file < end && within >= (file->tokens - 1) / T) within -= (file++->tokens - 1) / T;
-    if (window < 0 || file == end) {
-        return data_error(error, "%s has no window %lld of T = %d", data->path, (long long)window, T);
-    }
+    assert(window >= 0 && file < end);
     int64_t first = file->first + within * T;
     int last = 0, width = data->bytes ? 1 : 2;
     // The stored tokens, T + 1 of one or two bytes, are read into the memory of the targets.
@@ -566,12 +557,7 @@ static void loader_memory(Loader* loader, void* (*pinned_alloc)(size_t)) {
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
     int64_t windows = T > 0 ? dataset_windows(data, T) : 0;
-    if (windows == 0) return data_error(error, "%s has no window of T = %d tokens", data->path, T), NULL;
-    if (B < 1 || first_sequence < 0 || (int64_t)B * T > INT32_MAX || slice.run < 0 || slice.stride < slice.run) {
-        data_error(error, "a batch of %d windows of %d tokens from sequence %lld on is impossible", B, T,
-                   (long long)first_sequence);
-        return NULL;
-    }
+    assert(windows > 0 && B > 0 && (int64_t)B * T <= INT32_MAX && first_sequence >= 0 && slice.stride >= slice.run);
     Loader* loader = memory_zero(1, sizeof(Loader));
     loader->data = data, loader->B = B, loader->T = T, loader->windows = windows;
     loader->seed = seed, loader->shuffle = shuffle, loader->first = first_sequence, loader->slice = slice;

@@ -14,8 +14,8 @@ typedef struct {
 } SafetensorsTensor;
 
 // Writing: safetensors_begin takes the names, types and shapes of all tensors. safetensors_write takes their bytes in
-// the same order, in pieces, and writes each at once. safetensors_finish checks that none is missing, syncs, returns
-// the CRC-32C and size of the file (either may be NULL), and frees the writer. The first failure, such as a full disk,
+// the same order, in pieces, and writes each at once. safetensors_finish, after the last byte, syncs, returns the
+// CRC-32C and size of the file (either may be NULL), and frees the writer. The first failure, such as a full disk,
 // puts a sentence with path and reason into `error`; all calls after it return false.
 typedef struct SafetensorsWriter SafetensorsWriter;
 SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* tensors, int count,

@@ -249,25 +249,16 @@ DATA_TEST(data_safetensors_bad) {
 
 DATA_TEST(data_safetensors_writer_errors) {
     const char* path = joined(folder, "x");
-    SafetensorsTensor entry = tensor_of("x", "F32", {8}), unknown = tensor_of("x", "F31", {8}),
-                      over = tensor_of("x", "F32", {1ll << 62, 4});
+    SafetensorsTensor entry = tensor_of("x", "F32", {8});
     uint32_t crc = 0;
     int64_t bytes = 0;
     char data[64] = {0};
-    SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, NULL, error);
-    expect(safetensors_write(writer, data, 20), "%s", error);
-    expect_refused(safetensors_finish(writer, &crc, &bytes), error, "12 of the bytes");
-    writer = safetensors_begin(path, &entry, 1, NULL, error);
-    expect_refused(safetensors_write(writer, data, 33), error, "1 bytes more");
-    safetensors_abandon(writer);
-    expect_refused(safetensors_begin(path, &unknown, 1, NULL, error), error, "F31");
-    expect_refused(safetensors_begin(path, &over, 1, NULL, error), error, "impossible shape");
     expect_refused(safetensors_begin(joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
     // A full disk shows at the write that finds it, be it the header's or a tensor's, and later calls fail too.
     with_file_limit(
         16, [&] { expect_refused(safetensors_begin(path, &entry, 1, NULL, error), error, "x: File too large"); });
     with_file_limit(80, [&] {  // the header has 64 bytes
-        writer = safetensors_begin(path, &entry, 1, NULL, error);
+        SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, NULL, error);
         expect_refused(safetensors_write(writer, data, 32), error, "x: File too large");
         expect(!safetensors_finish(writer, &crc, &bytes), "it ends well");
     });

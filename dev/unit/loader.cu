@@ -210,30 +210,20 @@ DATA_TEST(data_loader_split) {
     }
     expect(largest < least && least == 900 && largest == 890, "training to %d, validation from %d", largest, least);
     dataset_close(&train), dataset_close(&validation);
-    // A fraction below a window is raised to one; 0 leaves all to training; the smallest file that can be split.
+    // A fraction below a window is raised to one; the smallest file that can be split.
     validation = open_data(test, path, DATASET_VALIDATION, 1e-6, T);
     expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld", (long long)validation.tokens);
-    train = open_data(test, path, DATASET_TRAIN, 0, T);
-    expect(train.tokens == 1000, "%lld", (long long)train.tokens);
     char text[64] = "0123456789012345678901234567890";
     expect(dataset_open_memory(&train, text, 2 * T + 2, DATASET_TRAIN, 0.1, T, error), "%s", error);
     expect(train.tokens == T + 1 && train.vocabulary == 256, "%lld", (long long)train.tokens);
     expect_refused(dataset_open_memory(&train, text, 2 * T + 1, DATASET_TRAIN, 0.1, T, error), error, "too few");
     expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
                    "a window of T = 10 needs 11");
-    expect_not_opened(test, path, DATASET_VALIDATION, 0, T, "not between 0 and 1");
-    expect_not_opened(test, path, DATASET_TRAIN, 1.5, T, "not between 0 and 1");
-    expect_not_opened(test, path, DATASET_TRAIN, NAN, T, "not between 0 and 1");
-    expect_not_opened(test, path, DATASET_WHOLE, 0, 0, "T = 0");
     // The last target needs a token of its own: 30 bytes make 2 windows of 10 and not 3.
     text[5] = '\xFF';
     expect(dataset_open_memory(&train, text, 30, DATASET_WHOLE, 0, T, error), "%s", error);
     expect(train.bytes && train.bytes_per_token == 1.0 && dataset_windows(&train, T) == 2, "windows of bytes");
     expect(dataset_window(&train, T, 0, tokens, targets, error) && tokens[5] == 255 && targets[4] == 255, "%s", error);
-    expect_refused(dataset_window(&train, T, 2, tokens, targets, error), error, "no window 2");
-    expect_refused(dataset_window(&train, T, -1, tokens, targets, error), error, "no window -1");
-    expect_refused(loader_open(&train, 1, 30, 1, true, 0, {0, 0}, malloc, free, error), error, "no window of T = 30");
-    expect_refused(loader_open(&train, 0, T, 1, true, 0, {0, 0}, malloc, free, error), error, "impossible");
 }
 
 // Opens what the pattern names in a folder, and expects the first token of every window, which tells which files were
@@ -331,7 +321,6 @@ DATA_TEST(data_loader_bad_files) {
     }
     path = joined(folder, "x.bin/y");
     refused("Not a directory");
-    expect_not_opened(test, "", DATASET_WHOLE, 0.1, T, "empty");
     expect_not_opened(test, "/dev/null", DATASET_WHOLE, 0.1, T, "not a regular file");
     static char longest[5000];
     memset(longest, 'a', 4999);
