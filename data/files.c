@@ -51,6 +51,11 @@ const char* path_in(const char* folder, const char* name) {
     return text_kept("%s%s%s", folder, text_ends(folder, "/") ? "" : "/", name);
 }
 
+const char* path_there(const char* folder, const char* name) {
+    const char* path = path_in(folder, name);
+    return access(path, F_OK) == 0 ? path : NULL;
+}
+
 char* path_absolute(const char* path) {
     SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
     const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");

@@ -11,6 +11,7 @@ C_LINKAGE_BEGIN
 
 // Returns FOLDER/NAME, kept as by text_kept.
 const char* path_in(const char* folder, const char* name);
+const char* path_there(const char* folder, const char* name);  // the same; NULL if nothing has that name
 // Returns the folder that holds `path`, "." when none is named, kept as by text_kept.
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.

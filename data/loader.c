@@ -145,10 +145,10 @@ static void file_close(DatasetFile* file) {
 // Reads what lies beside a shard: the vocabulary of meta.json, GPT-2's without one, and where the tokenizer's files
 // are.
 static bool read_meta(const char* folder, int* vocabulary, const char** tokenizer, char* error) {
-    const char* path = path_in(folder, "meta.json");
+    const char* path = path_there(folder, "meta.json");
     *tokenizer = tokenizer_exists(folder) ? folder : "";
     *vocabulary = GPT2_VOCABULARY;
-    if (access(path, F_OK) != 0) return true;
+    if (!path) return true;
     JSON_SCOPED Json* meta = json_read(path, error);
     if (!meta) return data_error(error, "%s; prepare the folder again", error);
     const int64_t found = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);

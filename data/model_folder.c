@@ -2,7 +2,6 @@
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include "options.h"
 #include "text.h"
 
@@ -58,12 +57,8 @@ int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]) {
     return is_vector ? 1 : 2;
 }
 
-static bool has(const char* folder, const char* name) {
-    return access(path_in(folder, name), F_OK) == 0;
-}
-
 bool model_folder_has_weights(const char* path) {
-    return has(path, "model.safetensors") || has(path, INDEX);
+    return path_there(path, "model.safetensors") || path_there(path, INDEX);
 }
 
 // Says what a folder without weights has instead, and what to type.
@@ -168,10 +163,9 @@ bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* 
                        char* error) {
     *model = (Safetensors){0};
     if (!model_folder_has_weights(path)) return no_weights(path, error);
-    const bool one = has(path, "model.safetensors");
+    const char* one = path_there(path, "model.safetensors");
     JSON_SCOPED Json* index = one ? NULL : json_read(path_in(path, INDEX), error);
-    const bool ok = one ? safetensors_open(model, path_in(path, "model.safetensors"), error)
-                        : index && open_index(model, path, index, error);
+    const bool ok = one ? safetensors_open(model, one, error) : index && open_index(model, path, index, error);
     if (!ok) data_error(error, "%s; fetch the model again", error);
     if (ok && all_used(model, tensors, count, layers, error)) return true;
     safetensors_close(model);

@@ -29,11 +29,6 @@ static bool is_left(const Resume* resume, const Option* option) {
            strcmp(json_string(resume->saved, "preset", ""), resume->options->preset) != 0;
 }
 
-// Returns the value of an option as checkpoints have it: the paths of files are absolute. The caller frees it.
-static char* saved_path(const char* option, const char* value) {
-    return strcmp(option, "eval") == 0 ? text_copy(evaluation_paths(value)) : path_absolute(value);
-}
-
 void resume_paths(Options* o) {
     o->data = path_absolute(o->data), o->val = path_absolute(o->val);
     o->prompt_file = path_absolute(o->prompt_file), o->eval_out = path_absolute(o->eval_out);
@@ -93,8 +88,9 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, "model layers channels heads seq", ' ');
         const char* now = option_text(option, resume->options);
         const bool typed = resume->options->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        SCOPED char* path = saved_path(name, now);
-        if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
+        SCOPED char* path = path_absolute(now);  // as checkpoints have the paths of files
+        const char* absolute = strcmp(name, "eval") == 0 ? evaluation_paths(now) : path;
+        if (typed && (strcmp(now, text) == 0 || strcmp(absolute, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) text_add(&resume->changed, " --model %s: the checkpoint's weights go on", now);

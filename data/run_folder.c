@@ -77,16 +77,6 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     return true;
 }
 
-static bool config_write(const RunFolder* run, char* error) {
-    SCOPED char* text;
-    size_t length;
-    FILE* config = text_stream(&text, &length);
-    options_json(run->options, false, config);
-    fputc('\n', config);
-    fclose(config);
-    return file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
-}
-
 // Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
 static bool files_make(RunFolder* run, bool again) {
     char* error = run->error;
@@ -103,7 +93,15 @@ static bool files_make(RunFolder* run, bool again) {
     // log.txt comes first: if it cannot be opened, there is no log.jsonl yet, which would make this a run's folder.
     FILE* text = log_open(path_in(run->path, "log.txt"), error);
     if (text) run->log = log_open(path_in(run->path, "log.jsonl"), error);
-    if (!run->log || !config_write(run, error)) return data_error(error, "--run %s: %s", run->path, error);
+    SCOPED char* config;
+    size_t length;
+    FILE* options = text_stream(&config, &length);
+    options_json(run->options, false, options);
+    fputs("\n", options);
+    fclose(options);
+    if (!run->log || !file_write(path_in(run->path, "config.json"), config, (int64_t)length, error)) {
+        return data_error(error, "--run %s: %s", run->path, error);
+    }
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);

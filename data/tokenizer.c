@@ -215,12 +215,6 @@ static char* merge_lines(const Json* list, int64_t* bytes) {
     return good ? text : NULL;
 }
 
-// The path of a file in the folder; NULL when it is not there.
-static const char* find_file(const char* folder, const char* name) {
-    const char* path = path_in(folder, name);
-    return access(path, F_OK) == 0 ? path : NULL;
-}
-
 // Returns what tokenizer.json describes that the encoder here, byte-pair encoding of bytes in GPT-2's words, does not
 // do.
 static const char* other_tokenizer(const Json* json) {
@@ -251,10 +245,10 @@ static bool is_of_characters(const Tokenizer* tokenizer) {
 // Reads vocab.json and merges.txt, and what tokenizer.json or added_tokens.json beside them add; or tokenizer.json
 // alone.
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    const char* path = find_file(folder, "vocab.json");
-    const char* merges = path ? find_file(folder, "merges.txt") : NULL;
-    const char* whole = find_file(folder, "tokenizer.json");
-    const char* more = whole ? whole : find_file(folder, "added_tokens.json");
+    const char* path = path_there(folder, "vocab.json");
+    const char* merges = path ? path_there(folder, "merges.txt") : NULL;
+    const char* whole = path_there(folder, "tokenizer.json");
+    const char* more = whole ? whole : path_there(folder, "added_tokens.json");
     const bool alone = whole && !merges;
     if (!path && !whole) return data_error(error, "%s holds neither vocab.json nor tokenizer.json", folder);
     if (alone) path = whole;
@@ -279,7 +273,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
 }
 
 bool tokenizer_exists(const char* folder) {
-    return find_file(folder, "vocab.json") || find_file(folder, "tokenizer.json");
+    return path_there(folder, "vocab.json") || path_there(folder, "tokenizer.json");
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
@@ -320,7 +314,7 @@ bool tokenizers_agree(const char* folder, const char* other) {
 // Copies FROM/NAME, if it exists, to TO/NAME unless that exists and `replace` is false. What is in TO then must be a
 // file of its own, because it is published, and JSON if its name says so.
 static bool copy_one(const char* from, const char* name, const char* to, bool replace, char* error) {
-    const char *source = find_file(from, name), *target = path_in(to, name);
+    const char *source = path_there(from, name), *target = path_in(to, name);
     const bool there = access(target, F_OK) == 0 && !(replace && source), json = text_ends(name, ".json");
     const char* path = there ? target : source;
     if (!path) return true;
@@ -389,21 +383,15 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) 
     return known ? tokenizer->token[token].bytes : "";
 }
 
-// Returns the class of a character, that of the run in which it is. The search is linear: prompts are short, and Latin
-// letters are in the first of the 1,610 runs.
-static CharClass class_of(uint32_t point) {
-    const uint32_t* run = unicode_runs;
-    while (point >= *run >> 2) point -= *run++ >> 2;
-    return (CharClass)(*run & 3);
-}
-
-// The class and, in *length, the size of the character at text[0..bytes), bytes > 0. A malformed byte is a symbol.
+// The class and, in *length, the size of the character at text[0..bytes), bytes > 0. A malformed byte is a symbol. The
+// search is linear: prompts are short, and Latin letters are in the first of the 1,610 runs.
 static CharClass next_class(const char* text, int64_t bytes, int* length) {
     uint32_t point = 0;
+    const uint32_t* run = unicode_runs;
     *length = utf8_next(text, bytes, &point);
-    if (*length > 0) return class_of(point);
-    *length = 1;
-    return OTHER;
+    if (*length == 0) return *length = 1, OTHER;
+    while (point >= *run >> 2) point -= *run++ >> 2;
+    return (CharClass)(*run & 3);
 }
 
 // The bytes that GPT-2's pattern matches at text[0..bytes), bytes > 0: at least one.
