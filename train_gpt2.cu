@@ -1223,8 +1223,7 @@ static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
 static int fit_main(const Options* asked) {
     char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
     FitCase c = {};
-    static Fit fit;
-    fit.asked = asked, fit.model = asked->model;
+    static Fit fit = {asked, asked->model, nullptr, {}, {}, {}, {}, 0, 0, 0, 0};
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
     c.folder = checkpoint_model(&fit.model, false, error);
     require(c.folder != nullptr, error);
