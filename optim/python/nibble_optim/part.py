@@ -10,7 +10,8 @@ from . import library, shares
 
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of gradients; others become one of these
 PARAMETERS = {**NUMBERS, torch.float16: "fp16"}
-MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "master_param": "master"}  # torch's names and TransformerEngine's
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "momentum_buffer": "m", "state1": "m", "state2": "v",
+           "master_param": "master"}  # names of torch, bitsandbytes, TransformerEngine
 # Other states, int16 among them, which collectives do not take, are bytes.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 TILE = 2048
