@@ -103,7 +103,13 @@ static void check_nodes(Launch* launch, ShardMode mode) {
         memcpy((char*)s.kept_weights + run->at * tile, sums, (size_t)(run->tiles * tile));
         memcpy(only + run->tile * tile, sums, (size_t)(run->tiles * tile));
     }
-    if (mode == SHARD_NONE) return sums_right(s.grads, 0, TILES);
+    if (mode == SHARD_NONE) {
+        double squares[TILES];
+        sums_right(s.grads, 0, TILES);
+        tile_squares<G>(&dev, nullptr, squares, (G*)s.grads, TILES);
+        require_here(memcmp(squares, s.squares, sizeof(squares)) == 0);
+        return;
+    }
     s.comm.net.sent = 0;
     shard_publish(&s);
     for (const SliceTensor& t : model) {
