@@ -118,10 +118,8 @@ static void check_nodes(Launch* launch, ShardMode mode) {
     }
     require_here(of_node(&s, s.comm.net.sent) == (nodes - 1) * owns * tile);
     char* all = s.room.zeros<char>(TILES * tile);  // on rank 0, for a checkpoint
-    for (const SliceTensor& t : model) {
-        const int64_t at = t.tile * tile;
-        shard_collect(&s, all + at, only + at, t.tile, tile, false, 0, t.tiles * tile);
-    }
+    for (const SliceTensor& t : model)
+        shard_collect(&s, all + t.tile * tile, only + t.tile * tile, t.tile, tile, false, 0, t.tiles * tile);
     if (s.comm.rank == 0) sums_right(all, 0, TILES);
     float scalars[SCALARS] = {(float)s.comm.rank + 1};
     shard_agree(&s, scalars);

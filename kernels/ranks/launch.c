@@ -121,7 +121,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             launch->source, launch->host, text_variable("MASTER_PORT"));
     }
     launch->has_secret = secret[0] != 0;
-    snprintf(purpose, sizeof(purpose), "nibble rendezvous 5 of %d ranks, %s", launch->world, launch->job);
+    snprintf(purpose, sizeof(purpose), "nibble rendezvous 6 of %d ranks, %s", launch->world, launch->job);
     hmac_sha256(secret, strlen(secret), purpose, strlen(purpose), launch->key);
     return true;
 }

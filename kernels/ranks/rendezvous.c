@@ -2,10 +2,10 @@
 //
 // 1. Rank 0 listens at the first address of MASTER_ADDR that its machine has, and at MASTER_PORT. Each other rank
 //    connects to it, again and again until --join-timeout has passed.
-// 2. Rank 0 sends a Challenge, a random number.
-// 3. The rank sends a Hello: who it is, a random number, and its proof, the HMAC-SHA256 of the Challenge and the Hello
-//    under a key that follows from NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
-// 4. Rank 0 sends a Welcome with a proof of its own, or closes a connection that has proven nothing.
+// 2. Rank 0 sends a Hello with a random number.
+// 3. The rank sends a Hello with its own number and its proof, the HMAC-SHA256 of both under a key that follows from
+//    NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
+// 4. Rank 0 sends its Hello again, with its proof, or closes a connection that has proven nothing.
 // 5. The rank does the same for its second channel: a beat must not wait behind a long message.
 // 6. Rank 0 closes its listening socket and sends every rank a byte: whether all have come in time.
 //
@@ -130,16 +130,15 @@ bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     return true;
 }
 
-bool rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
+bool rendezvous_prove(const Launch* launch, const char* role, const Hello* first, const Hello* hello,
                       unsigned char proof[HMAC_BYTES]) {
     unsigned char had[HMAC_BYTES], differ = 0;
     struct {
         char role[8];
-        Challenge challenge;
-        Hello hello;
-    } all = {.challenge = *challenge, .hello = *hello};
+        Hello first, hello;
+    } all = {.first = *first, .hello = *hello};
     memcpy(all.role, role, strlen(role));
-    memset(all.hello.proof, 0, HMAC_BYTES);
+    memset(all.first.proof, 0, HMAC_BYTES), memset(all.hello.proof, 0, HMAC_BYTES);
     memcpy(had, proof, HMAC_BYTES);
     hmac_sha256(launch->key, HMAC_BYTES, &all, sizeof(all), proof);
     for (int i = 0; i < HMAC_BYTES; i++) differ |= had[i] ^ proof[i];  // as long wherever they differ
@@ -149,20 +148,18 @@ bool rendezvous_prove(const Launch* launch, const char* role, const Challenge* c
 // Rank 0's side of a handshake. True if a channel of a rank was missing and this is it.
 static bool admit(const Launch* launch, Peer* peers, int socket) {
     const double deadline = seconds_now() + HANDSHAKE_SECONDS;
-    Challenge challenge;
-    Hello hello;
-    Welcome welcome = {.pid = getpid()};
-    if (getrandom(&challenge, sizeof(challenge), 0) != sizeof(challenge)) return false;
-    if (!send_all(socket, &challenge, sizeof(challenge)) || !receive_by(socket, &hello, sizeof(hello), deadline) ||
-        !rendezvous_prove(launch, "rank", &challenge, &hello, hello.proof))
+    Hello own = {.pid = getpid()}, hello;
+    if (getrandom(own.random, HMAC_BYTES, 0) != HMAC_BYTES) return false;
+    if (!send_all(socket, &own, sizeof(own)) || !receive_by(socket, &hello, sizeof(hello), deadline) ||
+        !rendezvous_prove(launch, "rank", &own, &hello, hello.proof))
         return false;
     if (hello.rank < 1 || hello.rank >= launch->world || hello.channel < 0 || hello.channel >= CHANNELS) return false;
     Peer* peer = &peers[hello.rank];
     // If two processes say that they are the same rank, the first one counts.
     if (peer->socket[hello.channel] >= 0) return false;
     if (hello.channel > 0 && memcmp(hello.random, peer->hello.random, HMAC_BYTES) != 0) return false;
-    rendezvous_prove(launch, "rank 0", &challenge, &hello, welcome.proof);
-    if (!send_all(socket, &welcome, sizeof(welcome))) return false;
+    rendezvous_prove(launch, "rank 0", &own, &hello, own.proof);
+    if (!send_all(socket, &own, sizeof(own))) return false;
     peer->socket[hello.channel] = socket, peer->hello = hello;
     peer->hello.host[sizeof(hello.host) - 1] = 0;
     text_disarm(peer->hello.host, false);
@@ -208,17 +205,16 @@ static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error
 
 // A rank's side of a handshake. False, with the reason, if it has not reached rank 0 of this run.
 static bool reach(const Launch* launch, Peer* first, Hello* hello, double deadline, const char** reason) {
-    Challenge challenge;
-    Welcome welcome;
+    Hello its, again;
     const int one = open_socket(launch->host, launch->port, false, reason);
     if (one < 0) return false;
     *reason = "who answers there is of another run, or has another NIBBLE_SECRET, number of ranks or version of nibble";
-    bool ok = receive_by(one, &challenge, sizeof(challenge), deadline);
-    if (ok) rendezvous_prove(launch, "rank", &challenge, hello, hello->proof);
-    ok = ok && send_all(one, hello, sizeof(*hello)) && receive_by(one, &welcome, sizeof(welcome), deadline) &&
-         rendezvous_prove(launch, "rank 0", &challenge, hello, welcome.proof);
+    bool ok = receive_by(one, &its, sizeof(its), deadline);
+    if (ok) rendezvous_prove(launch, "rank", &its, hello, hello->proof);
+    ok = ok && send_all(one, hello, sizeof(*hello)) && receive_by(one, &again, sizeof(again), deadline) &&
+         rendezvous_prove(launch, "rank 0", &its, hello, again.proof);
     if (!ok) return close(one), false;
-    first->socket[hello->channel] = one, first->hello.pid = welcome.pid;
+    first->socket[hello->channel] = one, first->hello.pid = its.pid;
     return true;
 }
 

@@ -7,21 +7,13 @@ C_LINKAGE_BEGIN
 enum { MESSAGES, BEATS, CHANNELS };
 enum { HMAC_BYTES = 32 };
 
-typedef struct {
-    unsigned char random[HMAC_BYTES];
-} Challenge;
-
+// Who a process is.
 typedef struct {
     int32_t rank, channel, pid;
     char host[64];                     // may lack its final NUL
     unsigned char random[HMAC_BYTES];  // the same on both channels of a process
     unsigned char proof[HMAC_BYTES];
 } Hello;
-
-typedef struct {
-    int32_t pid;
-    unsigned char proof[HMAC_BYTES];
-} Welcome;
 
 // What a rank says every second.
 typedef struct {
@@ -33,8 +25,9 @@ typedef struct {
 // HMAC-SHA256 (RFC 2104, FIPS 180-4): the keyed hash of `count` bytes under a key of any length.
 void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]);
 
-// Computes the proof of `role`, "rank" or "rank 0". True if `proof` held it before.
-bool rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
+// Computes the proof of `role`, "rank" or "rank 0", from what rank 0 and the rank have sent of themselves. True if
+// `proof` held it before.
+bool rendezvous_prove(const Launch* launch, const char* role, const Hello* first, const Hello* hello,
                       unsigned char proof[HMAC_BYTES]);
 
 // Listens at launch->port (0: any port), and sets launch->port to the port and launch->listener to the socket.
