@@ -5,20 +5,16 @@
     /tmp/peers/bin/python dev/reference/make_peers.py [-o dev/reference/peers.safetensors]
 
 dev/unit/peers.cu loads the file and compares. The same command writes the same bytes; versions are in the metadata.
-What runs: torch.optim and torchao eagerly (torch.compile would contract products and sums, differently on each
-machine), bitsandbytes' CPU optimizers with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's
-Triton kernels in Triton's interpreter, adafactor8bit 0.2.4's PyTorch path. All settings are rounded to float32 first,
-so that every program is given the same numbers.
+What runs: torchao eagerly (torch.compile would contract products and sums, differently on each machine), bitsandbytes
+with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's Triton kernels in Triton's interpreter,
+adafactor8bit 0.2.4's PyTorch path.
 
-Contents, kept being 512 elements, the first 256 of tensor a (with decay) and of tensor b (without):
+Contents:
     map.<format>              F32  the peer's decoding of each code with scale 1
     input.<set>               F32  numbers to be stored: m, v, and edges.<format>, both sides of the bounds between
                                    that format's levels; of v and of formats without a sign the roots, which every
                                    program squares in float32
     <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
-    split.weights             F32  weights; split.high BF16: FlashOptim's, to which it keeps 8 or 16 bits more
-    run.start, run.grads      F32  (kept), (STEPS, kept): weights and gradients of the runs
-    run.<peer>.<stream>.<t>        after step t of torch and bitsandbytes in fp32: weights, m, v, slow
     adafactor8bit.*                its logarithmic codes and scales of input.v (squared)
 """
 
@@ -37,28 +33,12 @@ from safetensors.torch import save
 
 import adafactor8bit.optimizer as adafactor8bit
 import bitsandbytes
-import bitsandbytes.backends.cpu.ops
 import flashoptim.optimizers as flashoptim
 import triton.language
 import triton.runtime.interpreter as interpreter
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
-
-STEPS = 6
-AFTER_LAST = (5, 6)  # steps after which a run is stored
-AFTER_FIRST = (1, 5, 6)
-KEPT = (256, 256)  # elements of a and b
-RUN = 4096  # elements of a tensor as the peers see it, zeros from KEPT on: what is shorter, most keep in fp32
-
-
-def single(x):
-    return float(np.float32(x))
-
-
-LR, BETA1, BETA2, BETA3, ALPHA, RAMP = 2.0**-7, single(0.9), single(0.95), single(0.999), 4.0, 12
-EPS, DECAY = single(1e-8), single(0.1)
-
 
 class Interpreted:
     """Stands for what Triton's interpreter lacks of a GPU: two functions of libdevice, and bf16 rounded to nearest.
@@ -88,7 +68,6 @@ def prepare():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.compiler.set_stance("force_eager")
-    bitsandbytes.backends.cpu.ops._quant_blockwise_fp32_direct = exact_quantiser_in_place
     interpreter._convert_float = Interpreted.convert
     flashoptim.libdevice = Interpreted
     flashoptim._get_sm_count = lambda device=None: 1
@@ -104,12 +83,6 @@ def exact_quantiser(x, code, blocksize):
     """
     kernel = torch.library.get_kernel("bitsandbytes::quantize_blockwise", "CUDA")
     return kernel.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, code, blocksize)
-
-
-def exact_quantiser_in_place(x, code, scales, codes, blocksize):
-    new = exact_quantiser(x, code, blocksize)
-    codes.copy_(new[0])
-    scales.copy_(new[1])
 
 
 # What each peer stores of a tensor in one format: codes, scales. ------------------------------------------------------
@@ -241,85 +214,6 @@ def store_all(tensors, sets):
                 tensors[f"{peer}.{format}.{name}.scales"] = scales
 
 
-def split_weights(tensors, random):
-    """Stores weights as FlashOptim's bf16, which it gives 8 or 16 bits more."""
-    weights = numbers(random, 6, 512).astype(np.float32)
-    bits = weights.view(np.int32)
-    bits[:48] = (bits[:48] & ~0xFFFF) | 0x8000  # halfway between two bf16
-    bits[48:64] &= ~0xFFFF  # a bf16
-    bits[64:80] = (np.arange(16) + 100) << 23 | (np.arange(16) - 8) & 0xFFFF  # beside a power of two
-    weights = torch.from_numpy(weights)
-    tensors.update({"split.weights": weights, "split.high": weights.bfloat16()})
-
-
-# Runs. ----------------------------------------------------------------------------------------------------------------
-
-
-def run_inputs(random):
-    """Returns weights, and gradients whose sizes differ by five decades between elements and by two between blocks."""
-    kept = sum(KEPT)
-    start = random.uniform(-1, 1, kept)
-    start[::61] = 0.0
-    size = 10.0 ** (random.uniform(-5, 0, kept) - random.uniform(0, 2, kept // 32).repeat(32))
-    grads = random.standard_normal((STEPS, kept)) * size
-    grads[:, 7::31] = 0.0
-    grads[0, KEPT[0] :] = 0.0  # all of b: states of zeros after the first step
-    return start.astype(np.float32), grads.astype(np.float32)
-
-
-def pieces(kept):
-    """Returns tensors a and b from an array of the kept elements, filled up with zeros."""
-    result = []
-    for first, count in ((0, KEPT[0]), (KEPT[0], KEPT[1])):
-        whole = np.zeros(RUN, dtype=np.float32)
-        whole[:count] = kept[first : first + count]
-        result.append(torch.from_numpy(whole))
-    return result
-
-
-def keep(a, b):
-    """Returns the part of two stored arrays that belongs to the kept elements."""
-    return torch.cat([x.detach().flatten()[: x.numel() * n // RUN].clone() for x, n in zip((a, b), KEPT)])
-
-
-def run_optimizer(tensors, name, start, grads, create, streams):
-    """create(groups) makes an optimizer with torch's interface, streams(state) the arrays that belong to a parameter;
-    decay is a's alone."""
-    parameters = [torch.nn.Parameter(x) for x in pieces(start)]
-    optimizer = create([{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (DECAY, 0.0))])
-    for t in range(1, STEPS + 1):
-        for parameter, gradient in zip(parameters, pieces(grads[t - 1])):
-            parameter.grad = gradient
-        optimizer.step()
-        if t not in (AFTER_FIRST if name == "torch.adamw" else AFTER_LAST):
-            continue
-        a, b = ({"weights": p, **streams(optimizer.state[p])} for p in parameters)
-        for stream in a:
-            tensors[f"run.{name}.{stream}.{t}"] = keep(a[stream], b[stream])
-
-
-def run_torch(tensors, start, grads):
-    adam = dict(lr=LR, betas=(BETA1, BETA2), eps=EPS)
-    moments = lambda s: {"m": s["exp_avg"], "v": s["exp_avg_sq"]}
-    each = dict(foreach=False, fused=False)
-    run_optimizer(tensors, "torch.adamw", start, grads, lambda g: torch.optim.AdamW(g, **adam, **each), moments)
-    run_optimizer(tensors, "torch.adam", start, grads, lambda g: torch.optim.Adam(g, **adam, **each), moments)
-    sgd = lambda g: torch.optim.SGD(g, lr=LR, momentum=BETA1, **each)
-    run_optimizer(tensors, "torch.sgd", start, grads, sgd, lambda s: {"m": s["momentum_buffer"]})
-
-
-def run_bitsandbytes(tensors, start, grads):
-    library = bitsandbytes.optim
-    mix = dict(lr=LR, betas=(BETA1, BETA2, BETA3), alpha=ALPHA, eps=EPS, t_alpha=RAMP, t_beta3=RAMP)
-    lion = dict(lr=LR, betas=(BETA1, BETA2))
-    slow = lambda s: {"m": s["state1"][0], "slow": s["state1"][1], "v": s["state2"]}
-    for name, create, streams in (
-        ("lion", lambda g: library.Lion32bit(g, **lion), lambda s: {"m": s["state1"]}),
-        ("ademamix", lambda g: library.AdEMAMix(g, **mix), slow),
-    ):
-        run_optimizer(tensors, "bitsandbytes." + name, start, grads, create, streams)
-
-
 def run_adafactor8bit(tensors, sets):
     x = torch.from_numpy(sets["v"])
     codes, scales, _, _ = adafactor8bit._log_quantize_nonneg(x * x)
@@ -340,11 +234,6 @@ def main():
     sets = stored_inputs(random, map)
     tensors.update({"input." + name: values for name, values in sets.items()})
     store_all(tensors, sets)
-    split_weights(tensors, random)
-    start, grads = run_inputs(random)
-    tensors.update({"run.start": start, "run.grads": grads})
-    run_torch(tensors, start, grads)
-    run_bitsandbytes(tensors, start, grads)
     run_adafactor8bit(tensors, sets)
 
     packages = ("torch", "triton", "torchao", "bitsandbytes", "flashoptim", "adafactor8bit", "numpy")

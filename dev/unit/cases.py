@@ -1,9 +1,45 @@
 """Runs the cases of the tests in Python beside it: one line each, `N passed, N failed, N skipped` last."""
 
+import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Folder:
+    """A temporary folder, and ways to run programs in it."""
+
+    def __init__(self, folder):
+        self.folder, self.environment = Path(folder), {}
+
+    def program(self, name, lines):
+        """Writes a program for a shell."""
+        path = self.folder / name
+        path.write_text(f"#!/bin/bash\n{lines}\n")
+        path.chmod(0o755)
+        return path
+
+    def trainer(self, lines):
+        """Writes a program that does something before it becomes ./train, or in its place."""
+        return self.program("trainer", f'{lines}\nexec {ROOT}/train "$@"')
+
+    def typed(self, *words, status=None, **environment):
+        """Runs a program to its end, which must be `status` if it is given."""
+        environment = {**os.environ, **self.environment, **environment}
+        done = subprocess.run([*map(str, words)], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert status in (None, done.returncode), done
+        return done
+
+    def refused(self, done, begins, *expected):
+        """Expects status 2 and one sentence that begins so and holds these texts."""
+        said = done.stderr
+        assert done.returncode == 2 and said.startswith(begins) and said.count("\n") == 1, done
+        assert all(text in said for text in expected), (expected, said)
 
 
 def run_cases(functions, case=None, missing=None, among="test_"):

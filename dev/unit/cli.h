@@ -7,7 +7,6 @@
 #include <limits.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/resource.h>
 #include <time.h>
 
 #include <string>
@@ -20,11 +19,8 @@ constexpr double CHILD_SECONDS = 60;
 
 struct Child {
     // Tests set these before start().
-    bool gpu;            // whether it may see the GPU
-    int threads;         // how many OpenMP has; 0: one
-    int64_t file_limit;  // how many bytes a file may have, as on a full disk; -1: any number
-    const char* folder;  // where it runs; NULL: where this program does
-    bool keeps_rank;     // RANK, as a launcher sets it, is not taken out of the environment
+    bool gpu;     // whether it may see the GPU
+    int threads;  // how many OpenMP has; 0: one
     // start(), pump() and finish() set these.
     pid_t pid;
     int pipe[2];          // its stdout and stderr
@@ -55,18 +51,13 @@ bool comes_true(double seconds, double ms, Condition condition) {
     snprintf(threads, sizeof(threads), "%d", child->threads ? child->threads : 1);
     setenv("OMP_NUM_THREADS", threads, 1);
     setenv("OMP_WAIT_POLICY", "passive", 1);
-    if (!child->keeps_rank) unsetenv("RANK");
+    unsetenv("RANK");
     if (!child->gpu) setenv("CUDA_VISIBLE_DEVICES", "", 1);
     dup2(out[1], 1), dup2(err[1], 2);
     close(out[0]), close(err[0]);
     ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 8);
     path[length > 0 ? length : 0] = 0;
     strcat(dirname(path), "/train");
-    if (child->folder && chdir(child->folder) != 0) _exit(127);
-    if (child->file_limit >= 0) {
-        struct rlimit limit = {(rlim_t)child->file_limit, (rlim_t)child->file_limit};
-        setrlimit(RLIMIT_FSIZE, &limit);
-    }
     words[0] = path;
     execv(path, words);
     fprintf(stderr, "%s: %s\n", path, strerror(errno));
@@ -125,32 +116,12 @@ inline void finish(Child* child) {
     child->code = late ? -1 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Returns a child to start in `folder`, NULL: where this program runs. It may see the GPU if `gpu`.
-inline Child new_child(bool gpu = false, const char* folder = nullptr) {
-    Child child = {};
-    child.gpu = gpu, child.folder = folder, child.file_limit = -1;
-    return child;
-}
-
 #define OUT(child) ((child).text[0].c_str())
 #define ERR(child) ((child).text[1].c_str())
 
 // Expects this exit code of a child that has ended, and prints its stderr otherwise.
 #define expect_code(child, want) \
     expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
-
-// Makes `child`, and runs ./train as it to the end.
-#define run_train(child, ...)   \
-    Child child = new_child();  \
-    start(&child, __VA_ARGS__); \
-    finish(&child)
-
-// Runs ./train to the end and expects success; no child is left to ask.
-#define train_well(...)                \
-    do {                               \
-        run_train(child, __VA_ARGS__); \
-        expect_code(child, 0);         \
-    } while (0)
 
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
@@ -322,18 +293,6 @@ inline void rewrite_state(const char* folder, const char* from, const char* to) 
     write_text(folder, "state.json", formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
 }
 
-// Copies a checkpoint in bf16 to WORK/bad, and makes its last weight the largest bf16.
-inline void make_overflowing_model(const char* work, const char* from) {
-    int64_t bytes;
-    const char* folder = joined(work, "bad");
-    mkdir(folder, 0755);
-    const char* config = contents(from, "config.json", &bytes);
-    write_bytes(folder, "config.json", config, (size_t)bytes);
-    char* weights = contents(from, "model.safetensors", &bytes);
-    memset(weights + bytes - 64, 0x7f, 64);
-    write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
-}
-
 // Expects that a child ended with exit code 2 and one sentence on stderr, which holds both needles.
 inline void expect_error(Test* test, const Child* child, const char* what, const char* needle, const char* needle2) {
     const char* error = ERR(*child);
@@ -343,9 +302,3 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
     expect(strstr(error, needle) && strstr(error, needle2), "%s: neither '%s' nor '%s' may be missing in: %s", what,
            needle, needle2, error);
 }
-
-#define refused(what, needle, needle2, ...)                \
-    do {                                                   \
-        run_train(child, __VA_ARGS__);                     \
-        expect_error(test, &child, what, needle, needle2); \
-    } while (0)

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from cases import ROOT, Folder
+
 COMPARE = ROOT / "dev" / "compare"
 sys.path.insert(0, str(COMPARE))
 from sweep import slug  # noqa: E402
@@ -27,13 +27,12 @@ val-tokens = 640
 SWEEP = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\n[[run]]\nname = "b"\npreset = "adamw8"\n'
 
 
-class Case:
+class Case(Folder):
     """A temporary folder and ways to run sweeps in it."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        super().__init__(folder)
         self.out, self.work = self.folder / "out", self.folder / "work"
-        self.environment = None  # this one's
 
     def write(self, text, name="sweep.toml"):
         path = self.folder / name
@@ -56,17 +55,13 @@ class Case:
 
     def run(self, text, *more, status=0):
         sweep = self.write(text) if isinstance(text, str) else text
-        command = self.command(sweep, *more)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=self.environment)
-        assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        done = self.typed(*self.command(sweep, *more), status=status)
         return done.stdout + done.stderr
 
     def refuse(self, text, line, *expected):
         """Expects status 2, one sentence that begins with file and line, and no run."""
-        said = self.run(text, status=2)
-        begin = f"compare: error: {self.folder}/sweep.toml:{line}: "
-        assert said.startswith(begin) and said.count("\n") == 1, (begin, said)
-        assert all(word in said for word in expected), (expected, said)
+        done = self.typed(*self.command(self.write(text)))
+        self.refused(done, f"compare: error: {self.folder}/sweep.toml:{line}: ", *expected)
         assert not self.out.exists() and not self.work.exists(), "something was run"
 
     def records(self, out=None):
@@ -92,13 +87,6 @@ class Case:
         lines = ((out or self.out) / "table.md").read_text().split("\n")
         rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in lines if line.startswith("| ")]
         return {cells[0].replace("\\|", "|"): cells for cells in rows}
-
-    def wrapper(self, lines):
-        """Writes a program that does something before it becomes ./train, or in its place."""
-        path = self.folder / "wrapper"
-        path.write_text(f'#!/bin/bash\n{lines}\nexec {ROOT}/train "$@"\n')
-        path.chmod(0o755)
-        return path
 
 
 def wait_for(what, seconds=60):

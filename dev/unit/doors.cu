@@ -1,8 +1,31 @@
 // Tests of what strangers can do to a run over the network (kernels/ranks/rendezvous.c): nothing that
 // shows in its exit code, its time or its terminal, as long as they do not know its secret.
-#include "../../data/text.h"
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "../../kernels/ranks/rendezvous.h"
 #include "apart.h"
-#include "launched.h"
+#include "cli.h"
+
+// Returns a port of this process's own, so that tests at the same time do not meet.
+static int own_port(int which) {
+    return 10000 + (getpid() * 16 + which * 1000) % 9000;
+}
+
+// Connects to a port of this machine. Returns the socket, -1 if nobody listens for twenty seconds.
+static int connect_to(int port) {
+    struct sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    for (double begin = seconds_now(); seconds_now() - begin < 20; pause_ms(10)) {
+        int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) return one;
+        close(one);
+    }
+    return -1;
+}
 
 static Launch door_launch(int rank, int world, int port, const char* secret, const char* host = "127.0.0.1") {
     Launch launch = {};
@@ -316,30 +339,5 @@ TEST(doors_messages_of_a_rank) {
         rank_end(&rank);
         expect_calm(test, what, &rank, code, needle, 1);
         for (int one : made) close(one);
-    }
-}
-
-// A run that a launcher starts works without a secret, and rank 0 says once who could join; with a secret it says
-// nothing.
-TEST(doors_warning) {
-    static const Variable plain[] = {{"RANK", "rank"},
-                                     {"LOCAL_RANK", "rank"},
-                                     {"WORLD_SIZE", "ranks"},
-                                     {"MASTER_ADDR", "127.0.0.1"},
-                                     {"MASTER_PORT", "port"}};
-    for (const char* secret : {"", "a secret"}) {
-        const char* work = work_folder();
-        Child child[2];
-        const char* words = formatted(BRIEF "/run --tokens-per-step 128 --steps 1 --device cpu", work, work);
-        for (int rank : {0, 1}) {
-            start_launched(&child[rank], VARIABLES(plain), rank, 2, own_port(*secret ? 11 : 10), words, nullptr,
-                           secret);
-        }
-        for (Child& c : child) finish(&c);
-        for (Child& c : child) expect(c.code == 0, "%d: %s", c.code, ERR(c));
-        const char *said = ERR(child[0]), *end = strchr(said, '\n');
-        bool once = strncmp(said, "train: note: NIBBLE_SECRET is not set, so anybody who", 53) == 0 && end && !end[1];
-        expect(*secret ? *said == 0 : once, "'%s': %s", secret, said);
-        expect(ERR(child[1])[0] == 0, "'%s': rank 1: %s", secret, ERR(child[1]));
     }
 }

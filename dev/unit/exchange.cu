@@ -1,4 +1,4 @@
-// Unit tests of kernels/ranks: transports, and the exchange of gradients and weights in every mode.
+// Unit tests of kernels/ranks: transports, and how long ranks wait.
 #include "../../kernels/ranks/collect.cuh"
 #include "../../optim/formats/bf16.cuh"
 #include "../room.h"
@@ -61,10 +61,6 @@ TEST(exchange_kernels_gpu) {
     do {                                                                     \
         if (!(condition)) launch_failed(7, "exchange.cu: " #condition "\n"); \
     } while (0)
-
-static float element_of(int rank, int64_t i) {
-    return test_uniform(60 + rank, i);
-}
 
 static unsigned char byte_of(int from, int to, int64_t i) {
     return (unsigned char)((i * 7 + (i >> 20) + from * 16 + to) % 251);
@@ -225,169 +221,9 @@ TEST(exchange_peers_gpu) {
     for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 
-// A model of three layers and a rest is enough to check sums, their squares, and what is kept, gathered, collected and
-// compared, in every mode. The last 9 elements of a layer are padding.
-constexpr int MINI_LAYERS = 3, MINI_TENSORS = 5;
-static const SliceTensor mini[MINI_TENSORS] = {
-    {70, 80, 0, 1, 1}, {150, 80, 1, 1, 1}, {230, 80, 2, 1, 1}, {0, 70, 3, 1, 1}, {310, 3, 3, 1, 1}};
-constexpr int64_t MINI_TILES = 313, MINI = MINI_TILES * TILE_ELEMENTS, TILE_BYTES = TILE_ELEMENTS * 4;
-
-static bool mini_padding(int64_t i) {
-    for (int end : {150, 230, 310}) {
-        if (i >= end * TILE_ELEMENTS - 9 && i < end * TILE_ELEMENTS) return true;
-    }
-    return false;
-}
-
-static float mini_sum(int world, int64_t i) {
-    float sum = 0.0f;
-    for (int r = 0; r < world && !mini_padding(i); r++) sum += element_of(r, i);
-    return sum;
-}
-
-// Where tensor t lies in an arena or in packed memory.
-static float* mini_at(Shard* s, float* memory, int t) {
-    const SliceRun all = {mini[t].tile, t == 4 ? 70 : 0, mini[t].tiles};
-    return (float*)shard_at(s, memory, mini[t].bucket, all, TILE_BYTES);
-}
-
-// Two micro-batches: where gradients are split, the second adds to the first. `bad`: an element of rank 1's gradients
-// that is not a number; -1: none.
-static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
-    for (int micro_batch = 0; micro_batch < 2; micro_batch++) {
-        shard_micro_batch(s, micro_batch == 0, micro_batch == 1);
-        for (int b : {2, 1, 0, 3}) {
-            for (int t = 0; t < MINI_TENSORS; t++) {
-                const int64_t first = mini[t].tile * TILE_ELEMENTS;
-                if (mini[t].bucket != b) continue;
-                for (int64_t i = 0; i < mini[t].tiles * TILE_ELEMENTS; i++) {
-                    const bool nan = s->comm.rank == 1 && first + i == bad, padding = mini_padding(first + i);
-                    mini_at(s, grads, t)[i] = nan ? NAN : padding ? 0.0f : element_of(s->comm.rank, first + i);
-                }
-            }
-            shard_reduce_waiting<float>(s);  // of the layer above
-            shard_reduce<float>(s, b);
-        }
-    }
-}
-
-// With five ranks, layers are not cut, so some ranks keep nothing.
-struct Mini : Shard {
-    Room room{nullptr};
-    float *grads, *own, *weights;
-
-    Mini(Launch* launch, const Device* dev, ShardMode how, bool wait) : Shard() {
-        comm_open(&comm, launch, dev);
-        mode = how, waits = wait, piece = 5, gradient_bytes = weight_bytes = 4;
-        SliceTensor tensor[MINI_TENSORS];
-        memcpy(tensor, mini, sizeof(mini));
-        for (SliceTensor& t : tensor) t.grain = comm.world == 5 && t.bucket < MINI_LAYERS ? t.tiles : 1;
-        shard_plan(this, tensor, MINI_TENSORS);
-        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + own_tiles * TILE_ELEMENTS : MINI);
-        own = room.zeros<float>(own_tiles * TILE_ELEMENTS + 1);
-        weights = (float*)shard_open(this, grads, own, room.zeros<double>(MINI_TILES), MINI);
-    }
-    ~Mini() {
-        shard_close(this);
-        if (mode >= SHARD_STATES) free(weights);
-    }
-    void norm(float* scalars) {
-        shard_agree(this, scalars);
-        norm_of_tiles(comm.dev, scalars + SCALAR_NORM, squares, MINI_TILES, 1.0f, scalars);
-    }
-};
-
-// The owner of every sum has it where it keeps it.
-static void mini_sums(const Mini* s, float scale) {
-    for (int r = 0; r < s->own_runs; r++) {
-        const SliceRun* run = &s->Shard::own[r];
-        for (int64_t i = run->tile * TILE_ELEMENTS; i < (run->tile + run->tiles) * TILE_ELEMENTS; i++) {
-            const int64_t place = i + (run->at - run->tile) * TILE_ELEMENTS;
-            const float got = s->mode >= SHARD_GRADS ? ((float*)s->sums)[place] : s->grads[i];
-            require(got == scale * mini_sum(s->comm.world, i));
-        }
-    }
-}
-
-// All weights are sent to all ranks, and collected by the first, for a checkpoint.
-static void mini_weights(Mini* s) {
-    const int me = s->comm.rank;
-    float* whole = s->room.zeros<float>(MINI);
-    for (int r = 0; r < s->own_runs; r++) {
-        const SliceRun* run = &s->Shard::own[r];
-        for (int64_t i = 0; i < run->tiles * TILE_ELEMENTS; i++)
-            s->own[run->at * TILE_ELEMENTS + i] = (float)(run->tile * TILE_ELEMENTS + i);
-    }
-    shard_publish(s);
-    for (int b : {0, 1, 2, 3, 1, 0}) {
-        shard_need(s, b);
-        for (int t = 0; t < MINI_TENSORS; t++) {
-            for (int64_t i = 0; i < mini[t].tiles * TILE_ELEMENTS && mini[t].bucket == b; i++)
-                require(mini_at(s, s->weights, t)[i] == (float)(mini[t].tile * TILE_ELEMENTS + i));
-        }
-    }
-    for (const SliceTensor& t : mini) {
-        const char* data = (const char*)s->own;
-        for (int r = 0; r < s->own_runs; r++) {
-            const SliceRun* run = &s->Shard::own[r];
-            const bool has = run->tile < t.tile + t.tiles && t.tile < run->tile + run->tiles;
-            if (has) data = (const char*)s->own + (run->at + t.tile - run->tile) * TILE_BYTES;
-        }
-        shard_collect(s, (char*)(whole + t.tile * TILE_ELEMENTS), data, t.tile, TILE_BYTES, false, 0,
-                      t.tiles * TILE_BYTES);
-    }
-    for (int64_t i = 0; i < MINI && me == 0; i++) require(whole[i] == (float)i);
-    for (int64_t i = 0; i < MINI; i++) whole[i] = 1;
-    require(shard_equal(s, whole, MINI * 4));
-    if (me == 1) whole[MINI - 1] = nextafterf(1, 2);
-    require(!shard_equal(s, whole, MINI * 4));
-}
-
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits) {
-    Mini s(launch, dev, mode, waits);
-    const int me = s.comm.rank, world = s.comm.world;
-    const float scale = mode >= SHARD_GRADS ? 2.0f : 1.0f;
-    float scalars[SCALARS] = {0.25f * (me + 1)};
-    double norm = 0;
-    s.flags[1] = me == world - 1;                                   // one rank asks for a checkpoint
-    for (int step = 0; step < 2; step++) mini_reduce(&s, s.grads);  // the second one forgets the first one's sums
-    s.norm(scalars);
-    mini_sums(&s, scale);
-    for (int64_t i = 0; i < MINI; i++) norm += pow((double)mini_sum(world, i) * scale, 2);
-    for (int64_t i = 0; i < MINI && mode == SHARD_NONE; i++) require(s.grads[i] == mini_sum(world, i));
-    require(fabs(scalars[SCALAR_NORM] / sqrt(norm) - 1) < 1e-6 && scalars[SCALAR_LOSS] == 0.125f * world * (world + 1));
-    require(scalars[SCALAR_STOP] == 0 && scalars[SCALAR_SAVE] == 1 && scalars[SCALAR_BAD] == 0);
-    require(fabs(scalars[SCALAR_FACTOR] * sqrt(norm) - 1) < 1e-6);
-    if (mode >= SHARD_STATES) mini_weights(&s);
-    s.flags[2] = me == 1;  // one rank has read a bad token
-    s.norm(scalars);
-    require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
-}
-
-// One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
-static void mini_nan(Launch* launch, const Device* dev, ShardMode mode) {
-    for (int64_t bad : {(int64_t)-2, (int64_t)-1, (int64_t)5, MINI - 1}) {  // none; the loss; an element
-        Mini s(launch, dev, mode, false);
-        float scalars[SCALARS] = {bad == -1 && s.comm.rank == 1 ? NAN : 1.0f};
-        mini_reduce(&s, s.grads, bad);
-        s.norm(scalars);
-        require(isfinite(scalars[SCALAR_FACTOR]) == (bad == -2) && isnan(scalars[SCALAR_LOSS]) == (bad == -1));
-        require(isfinite(scalars[SCALAR_NORM]) == (bad < 0) && scalars[SCALAR_BAD] == 0);
-    }
-}
-
-static void modes_main(Launch* launch) {
-    Device dev = test_device(false);
-    for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits);
-        mini_nan(launch, &dev, mode);
-    }
-}
-
+// Sums of gradients, what is kept, gathered, collected and compared in every mode: multi.cu.
 TEST(exchange_between_ranks) {
-    for (int ranks : {2, 3, 5}) {
-        for (auto* main : {transport_main, modes_main}) expect_ranks(test, ranks, main);
-    }
+    for (int ranks : {2, 3, 5}) expect_ranks(test, ranks, transport_main);
 }
 
 // Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.

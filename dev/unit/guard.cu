@@ -51,7 +51,7 @@ TEST(guard_signals) {
     sigset_t all, before;
     sigfillset(&all);
     for (int signal : {SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
-        Child child = new_child();
+        Child child = {};
         const char* run = formatted("%s/run%d", work, number++);
         sigprocmask(SIG_BLOCK, &all, &before);
         start(&child, LONG_RUN " --val-every 3 --val-tokens 1000000", work, run);
@@ -63,7 +63,7 @@ TEST(guard_signals) {
     }
     // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
     const char* run = joined(work, "nohup");
-    Child twice = new_child(), nohup = new_child();
+    Child twice = {}, nohup = {};
     start(&twice, LONG_RUN "/twice --val-every 1 --val-tokens 1000000", work, work);
     pause_ms(700);
     kill(twice.pid, SIGINT);

@@ -1,12 +1,14 @@
 // Tests of the run-time compiler, none of which needs a GPU but those named so: the compiler, the cache under
-// all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
-// eight at once), what happens without NVRTC, and how long it takes. That combinations compile is tested in
-// laws_gpu.cu.
+// all that can happen to a file (damage, truncation, another owner, a folder that is read-only, another's or full, a
+// process killed as it writes, eight at once), what happens without NVRTC, and how long it takes. That combinations
+// compile is tested in laws_gpu.cu.
 #include <errno.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <signal.h>
 #include <time.h>
+
+#include <functional>
 
 #include "apart.h"
 #include "steps.h"
@@ -16,13 +18,15 @@ static const char* small_expression() {
     return kernel_of(states_config("adamw", "fp32", "bf16", "bf16:sr", "bf16"));
 }
 
-// An empty cache, and that kernel.
+// An empty cache, and that kernel, or none (""), which is quick to compile.
 struct Cached {
     CacheFolder folder;
-    const char* expression = small_expression();
+    const char* expression;
     JitImage want;  // compiled, not through the cache
 
-    explicit Cached(Test* test) { expect(jit_compile(expression, "sm_90", &want, error), "%s", error); }
+    explicit Cached(Test* test, const char* of = small_expression()) : expression(of) {
+        expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+    }
     ~Cached() { jit_free(&want); }
 };
 
@@ -41,14 +45,15 @@ static bool fetch(Test* test, const Cached& cached, const char* when) {
     return kept;
 }
 
-// Runs a part of a case as a user who is not root, and expects that it writes so many lines to standard error.
+// Runs a part of a case, as `nobody` if need be, and expects that it writes so many lines to standard error.
 template <class Body>
-static void expect_lines(Test* test, int lines, const char* what, Body body) {
+static void expect_lines(Test* test, int lines, bool nobody, const char* what, Body body) {
     const Ended its = run_part(test, [&] {
-        if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
+        if (nobody && getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
         body();
     });
-    expect(its.code == 0 && lines_of(its.text) == lines, "%s: code %d, %s", what, its.code, its.text);
+    expect(its.code == 0 && lines_of(its.text) == lines && (nobody || strstr(its.text, what)), "%s: code %d, %s", what,
+           its.code, its.text);
 }
 
 JIT_TEST(jit_compiles_where_there_is_no_device) {
@@ -98,42 +103,53 @@ TEST(jit_key_names_all_that_decides) {
     expect(strcmp(again, key[0]) == 0, "%s", again);
 }
 
+enum Kind { LINK, DANGLING, FIFO, GROUP, WORLD, OWNER };
+
+// Makes something of others out of the file or folder at `path`, which it moves to `aside` if need be.
+static bool taken(Kind kind, const char* path, const char* aside) {
+    if (kind == GROUP || kind == WORLD) return chmod(path, kind == GROUP ? 0720 : 0702) == 0;
+    if (kind == OWNER) return chown(path, 65534, 65534) == 0;
+    if (rename(path, aside) != 0 || (kind == DANGLING && unlink(aside) != 0)) return false;
+    return kind == FIFO ? mkfifo(path, 0600) == 0 : symlink(aside, path) == 0;
+}
+
+// A file of the cache that is not whole, or not this user's own, is replaced.
 JIT_TEST(jit_cache) {
-    Cached cached(test);
-    const char* path = cache_path(cached.expression, "sm_90");
+    Cached cached(test, "");
+    const char *path = cache_path(cached.expression, "sm_90"), *aside = formatted("%s.aside", cached.folder.path);
+    std::vector<std::pair<const char*, std::function<bool()>>> harms;
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
     expect(strcmp(path, cache_path(cached.expression, "sm_80")) != 0, "architecture");
     expect(folder_files(cached.folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
     expect(fetch(test, cached, "whole"), "it was compiled again");
     struct stat info;
     expect(stat(path, &info) == 0, "%s", path);
-    const long damaged[] = {0, 16, 24, 32, 49, (long)info.st_size / 2, (long)info.st_size - 1};
-    for (long offset : damaged) {
-        change_byte(path, offset, 0x10);
-        expect(!fetch(test, cached, "damaged"), "byte %ld was changed and it was taken", offset);
-        expect(fetch(test, cached, "repaired"), "byte %ld: it was not written again", offset);
-    }
-    const off_t lengths[] = {0, 1, 47, 48, info.st_size / 2, info.st_size - 1, info.st_size + 1};
-    for (off_t length : lengths) {
-        expect(truncate(path, length) == 0, "truncate");
-        expect(!fetch(test, cached, "truncated"), "%lld bytes were taken", (long long)length);
-        expect(fetch(test, cached, "repaired"), "%lld bytes: not written again", (long long)length);
+    const off_t size = info.st_size;
+    for (off_t at : {(off_t)0, (off_t)16, (off_t)24, (off_t)32, (off_t)49, size / 2, size - 1})
+        harms.push_back({formatted("byte %d", (int)at), [=] { return change_byte(path, at, 0x10), true; }});
+    for (off_t length : {(off_t)0, (off_t)1, (off_t)47, (off_t)48, size / 2, size - 1, size + 1})
+        harms.push_back({formatted("%d bytes", (int)length), [=] { return truncate(path, length) == 0; }});
+    for (int kind = LINK; kind < (geteuid() == 0 ? OWNER + 1 : OWNER); kind++)
+        harms.push_back({formatted("kind %d", kind), [=] { return taken((Kind)kind, path, aside); }});
+    for (const auto& [what, harm] : harms) {
+        expect(harm() && !fetch(test, cached, what), "%s: it was taken", what);
+        expect(fetch(test, cached, what), "%s: it was not written again", what);
+        unlink(aside);
     }
     expect(folder_files(cached.folder.path, false) == 1, "temporary files are left");
     const char* nested = formatted("%s/a", cached.folder.path);
     setenv("NIBBLE_CACHE", nested, 1);
     expect(!fetch(test, cached, "new folder") && fetch(test, cached, "made"), "mkdir");
-    folder_files(nested, true);
-    rmdir(nested);
 }
 
-JIT_TEST(jit_cache_that_cannot_be_written) {
-    Cached cached(test);
-    // A folder that nobody can make, one that is a file, and one that only others may write: root becomes somebody.
+// A folder that is not this user's own, or cannot be made or written, is neither read nor written, and one line says
+// so.
+JIT_TEST(jit_cache_folders) {
+    Cached cached(test, "");
     chmod(cached.folder.path, 0555);
     for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)cached.folder.path}) {
         setenv("NIBBLE_CACHE", path, 1);
-        expect_lines(test, 1, path, [&] { expect(!fetch(test, cached, path), "%s: from where?", path); });
+        expect_lines(test, 1, true, path, [&] { expect(!fetch(test, cached, path), "%s: from where?", path); });
     }
     expect(folder_files(cached.folder.path, false) == 0, "the read-only folder was written");
     // A file that root has put into a read-only folder, and made readable, is used.
@@ -142,9 +158,16 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
     expect(!fetch(test, cached, "written"), "from where?");
     expect(chmod(cache_path(cached.expression, "sm_90"), 0644) == 0, "%s", strerror(errno));
     chmod(cached.folder.path, 0555);
-    expect_lines(test, 0, "read-only", [&] { expect(fetch(test, cached, "read-only"), "compiled again"); });
-    chmod(cached.folder.path, 0755);
-    expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
+    expect_lines(test, 0, true, "read-only", [&] { expect(fetch(test, cached, "read-only"), "compiled again"); });
+    for (Kind kind : {LINK, FIFO, GROUP, WORLD, OWNER}) {
+        if (kind == OWNER && geteuid() != 0) continue;
+        const char *inner = formatted("%s/inner", new_folder()), *aside = formatted("%s.aside", inner);
+        setenv("NIBBLE_CACHE", inner, 1);
+        expect(!fetch(test, cached, "made") && taken(kind, inner, aside), "%d: %s", kind, strerror(errno));
+        if (kind == LINK) setenv("NIBBLE_CACHE", formatted("%s//", inner), 1);
+        expect_lines(test, 1, false, "NIBBLE_CACHE names another folder",
+                     [&] { expect(!fetch(test, cached, "of others"), "%d", kind); });
+    }
 }
 
 // A full disk as a limit on a file's size, which fails a write after its first part as ENOSPC does.

@@ -130,7 +130,7 @@ CACHE_TEST(JIT_TEST, laws_race_gpu) {
 
 // Matrices whose products our own kernel makes (kernels/matmul_symmetric.cuh): tall, wide and square, in batches, with
 // tiles that are not whole. The direction's moments, and what adamw has, are the CPU's to the bit. Rounding to fp16
-// costs an eighth of an update at most, as newton_schulz_in_fp16 finds; no bit depends on the batch.
+// costs an eighth of an update at most; no bit depends on the batch.
 CACHE_TEST(JIT_TEST, laws_large_matrices_gpu) {
     const OptimTensor large[] = {{"h.0.attn.c_attn.weight", 3 * 456, 520, true, 0, 3},
                                  {"h.0.mlp.c_fc.weight", 600, 456, true, 0},

@@ -132,7 +132,7 @@ static double memory_of(const char* run, const char* name) {
 static void check_memory(Test* test, int ranks, const char* mode) {
     const char* work = work_folder();
     pid_t process[8] = {};
-    Child child = new_child();
+    Child child = {};
     child.threads = 8;  // to draw the weights
     const char* run = joined(work, "run");
     start_ranks(&child, true, ranks,
@@ -192,6 +192,7 @@ static void check_losses(Test* test, bool gpu, double share, const char* rule, d
 TEST(multi_losses) {
     check_losses(test, false, OF_FP32, DESCENT " --weights fp32", 0.01);
     check_losses(test, false, OF_FP32, "--weights fp32", 0.0003);
+    check_losses(test, false, OF_FP32, DESCENT " --weights fp32 --shard weights", 0.01);
     check_losses(test, false, OF_BF16, DESCENT " --weights bf16+fp32", 0.001);
 }
 
@@ -246,154 +247,9 @@ GPUS_TEST(multi_resume_gpu) {
     if (ranks > 2) check_resume(test, true, 2, ranks, "states", {"none", "states"});
 }
 
-static const Variable open_mpi[] = {
-    {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
-    {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
-static const Variable slurm[] = {{"SLURM_PROCID", "rank"},   {"SLURM_STEP_NUM_TASKS", "ranks"},
-                                 {"SLURM_LOCALID", "local"}, {"SLURM_JOB_ID", "port"},
-                                 {"SLURM_STEP_ID", "0"},     {"SLURM_STEP_NODELIST", "localhost,elsewhere[1-3]"}};
-
-static void check_launcher(Test* test, const char* work, const Variable* variables, int count, const char* says,
-                           int which) {
-    constexpr int RANKS = 4;
-    Child child[RANKS];
-    const char* run = formatted("%s/run_%d", work, which);
-    const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 4 --shard states", work, run);
-    for (int rank = RANKS - 1; rank >= 0; rank--)
-        start_launched(&child[rank], variables, count, rank, RANKS, own_port(which), words);
-    for (int rank = 0; rank < RANKS; rank++) {
-        finish(&child[rank]);
-        expect(child[rank].code == 0, "%s: rank %d ended with %d: %s", says, rank, child[rank].code, ERR(child[rank]));
-        expect(rank == 0 || OUT(child[rank])[0] == 0, "%s: rank %d speaks: %s", says, rank, OUT(child[rank]));
-    }
-    expect(strstr(OUT(child[0]), " ranks    4, from ") && strstr(OUT(child[0]), says), "%s: %s", says, OUT(child[0]));
-    expect_equal_runs(test, run, joined(work, "forked"), 4);
-}
-
-FOLDER_TEST(multi_launchers) {
-    train_ranks(false, 4, SEVERAL "/forked --batch 1 --tokens-per-step 64 --steps 4", work, work);
-    check_launcher(test, work, VARIABLES(torchrun), "torchrun's variables", 1);
-    check_launcher(test, work, VARIABLES(open_mpi), "Open MPI's variables", 2);
-    check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
-}
-
-// Machines need not share a disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
-FOLDER_TEST(multi_no_shared_folder) {
-    Child child[2];
-    write_tokenizer(work);
-    write_shard(work, "train_0.bin", 2000, 7);
-    write_shard(work, "val_0.bin", 2000, 7);
-    const char* words = formatted(
-        "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 2 --sample-tokens 4 --warmup 1 "
-        "--data %s --run run --batch 1 --tokens-per-step 32 --steps 2 --shard weights",
-        work);
-    for (int rank : {0, 1}) {
-        const char* folder = formatted("%s/machine_%d", work, rank);
-        mkdir(folder, 0777);
-        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(10), words, folder);
-    }
-    for (Child& c : child) finish_well(test, &c);
-    expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
-}
-
-// Then no rank may have another checkpoint under the same name than rank 0 has.
-FOLDER_TEST(multi_other_checkpoint) {
-    Child child[2];
-    const char* brief = "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 1";
-    for (int rank : {0, 1}) {
-        train_well("%s --data %s/text.txt --run %s/%d/run --tokens-per-step 32 --batch 2 --steps 2 --lr 0.00%d", brief,
-                   work, work, rank, rank + 1);
-        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(12),
-                       "--run run --resume auto --batch 1 --lr 0.003 --steps 4", formatted("%s/%d", work, rank));
-    }
-    for (Child& c : child) finish(&c);
-    expect_error(test, &child[1], "other checkpoint", "rank 1: ", "--resume of a checkpoint with checksum ");
-}
-
-// It is named where rank 0 was looked for. (Ranks that do not come to it: doors_deadline_holds.)
-FOLDER_TEST(multi_missing) {
-    Child child[2];
-    const char* words = formatted(SEVERAL "/run --join-timeout 2", work, work);
-    start_launched(&child[1], VARIABLES(torchrun), 1, 4, own_port(5), words);
-    finish(&child[1]);
-    expect_error(test, &child[1], "rank 1", "could not join rank 0 at localhost:", "Connection refused; look");
-    Variable nowhere[sizeof(torchrun) / sizeof(torchrun[0])];
-    memcpy(nowhere, torchrun, sizeof(torchrun));
-    for (Variable& one : nowhere) {
-        if (strcmp(one.name, "MASTER_ADDR") == 0) one.value = "nowhere.invalid";
-    }
-    start_launched(&child[1], VARIABLES(nowhere), 1, 4, own_port(5), words);
-    finish(&child[1]);
-    expect_error(test, &child[1], "no such host", "could not join rank 0 at nowhere.invalid:", "MASTER_ADDR");
-    // Ranks that were not started alike are refused.
-    const char* other = formatted("%s --lr 0.5", words);
-    for (int rank : {0, 1})
-        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
-    for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[1], "other options", "rank 1: ", ": --lr 0.5, and rank 0 --lr 0.003; start all alike");
-    expect(child[0].code == 2 && ERR(child[0])[0] == 0, "rank 0: %d, %s", child[0].code, ERR(child[0]));
-    expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
-    // So are ranks whose files differ: one machine's copy was cut short.
-    int64_t bytes;
-    const char *text = contents(work, "text.txt", &bytes), *cut = joined(work, "cut");
-    mkdir(cut, 0777);
-    write_bytes(cut, "text.txt", text, (size_t)bytes - 100);
-    for (int rank : {0, 1}) {
-        words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", rank ? cut : work, work);
-        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), words);
-    }
-    for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[1], "other data", "rank 1: ", "other options or other data than rank 0: --data of ");
-}
-
-FOLDER_TEST(multi_refused) {
-    refused("CPU", "--gpus 2", "--device cpu", "--gpus 2 --device cpu --steps 1 --run %s/run", work);
-    refused("no GPU", "each needs a GPU of its own", "no GPU answers", "--gpus 2 --steps 1 --run %s/run", work);
-    setenv("WORLD_SIZE", "4", 1);
-    run_train(half, "--steps 1 --run %s/run", work);
-    unsetenv("WORLD_SIZE");
-    expect_error(test, &half, "half a set", "WORLD_SIZE ('4')", "type --gpus N");
-    refused_ranks("batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128", false, 2,
-                  "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
-    refused_ranks("a mistake of all ranks, told once", "nothing", "cannot open", false, 3,
-                  "--data %s/nothing --run %s/run", work, work);
-    refused_ranks("more ranks than tiles", "for 50 ranks", "; start 43", false, 50,
-                  "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
-    expect(!exists(work, "run"), "a refused run left a folder");
-}
-
 TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
     refused_ranks("more GPUs than there are", "was typed and this machine shows",
                   formatted("type --gpus %d", test_gpus()), true, test_gpus() + 1, "--steps 1 --run %s/run", work);
-}
-
-// Validation and samples of several ranks are those of one.
-FOLDER_TEST(multi_validation) {
-    double loss[3] = {};
-    char* sample[3] = {};
-    for (int i = 0; i < 3; i++) {
-        int ranks = i + 1;
-        const char* run = formatted("%s/%d", work, ranks);
-        train_ranks(
-            false, ranks,
-            "--layers 2 --channels 64 --heads 1 --seq 16 --batch 2 --tokens-per-step 192 --data %s/text.txt --run %s "
-            "--steps 2 --val-every 2 --val-tokens 432 --sample-every 2 --sample-tokens 20 --temperature 0 --prompt "
-            "the --shard %s",
-            work, run, modes[i + 1]);
-        char* log = contents(run, "log.jsonl");
-        char* line = log ? strstr(log, "\"type\": \"val\", \"step\": 2") : nullptr;
-        expect(line, "%d ranks: no validation of step 2", ranks);
-        if (line) loss[i] = atof(strstr(line, "\"loss\": ") + 8);
-        char* text = contents(run, "log.txt");
-        char* begin = text ? strstr(text, "sample ---") : nullptr;
-        expect(begin, "%d ranks: no sample", ranks);
-        sample[i] = strndup(begin ? begin : "", 120);
-    }
-    for (int i = 1; i < 3; i++) {
-        double bound = 3 * 14 * ldexp(1.0, -23) * loss[0];  // two steps, and the mean of 27 windows in 14 batches
-        expect(fabs(loss[i] - loss[0]) <= bound, "%d ranks: %.9g, one: %.9g", i + 1, loss[i], loss[0]);
-        expect(strcmp(sample[i], sample[0]) == 0, "%d ranks: %s\none: %s", i + 1, sample[i], sample[0]);
-    }
 }

@@ -3,7 +3,7 @@
 #include <sys/file.h>
 
 #include "gpus.h"
-#include "launched.h"
+#include "cli.h"
 
 // The arguments are the folder of text.txt and that of the run.
 #define SEVERAL                                                                                                    \
@@ -68,7 +68,7 @@ inline int take_turn(bool gpu, int ranks) {
 
 // Runs it to the end and expects success. `child` stays, to be looked at.
 #define ranks_well(child, on_gpu, ranks, ...)        \
-    Child child = new_child();                       \
+    Child child = {};                                \
     start_ranks(&child, on_gpu, ranks, __VA_ARGS__); \
     finish_well(test, &child)
 
@@ -80,7 +80,7 @@ inline int take_turn(bool gpu, int ranks) {
 
 #define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
     do {                                                         \
-        Child ranks_child = new_child();                         \
+        Child ranks_child = {};                                  \
         start_ranks(&ranks_child, on_gpu, ranks, __VA_ARGS__);   \
         finish(&ranks_child);                                    \
         expect_error(test, &ranks_child, what, needle, needle2); \

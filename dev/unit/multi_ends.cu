@@ -6,7 +6,7 @@
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
                        int count = 3, const char* silence = "5") {
     const char* run = joined(work, name);
-    *child = new_child();
+    *child = {};
     setenv("NIBBLE_SILENCE", silence, 1);  // 0: as users have it
     start_ranks(child, gpu, count, SEVERAL " --batch 1 --tokens-per-step %d --steps 1000000", work, run, 16 * count);
     unsetenv("NIBBLE_SILENCE");
@@ -48,21 +48,6 @@ GPUS_TEST(multi_dead_ranks_gpu) {
     check_death(test, "stopped", ranks - 1, SIGSTOP, stopped, "has been silent for 5 s", true, ranks);
 }
 
-// The launcher does not watch its ranks.
-FOLDER_TEST(multi_dead_launched) {
-    Child child[4];
-    const char* run = joined(work, "run");
-    const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 1000000", work, run);
-    for (int rank = 0; rank < 4; rank++) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(7), words);
-    expect(wait_for_step(&child[0], run, 5), "no fifth step");
-    kill(child[2].pid, SIGKILL);
-    for (Child& c : child) finish(&c);
-    expect(child[2].code == 128 + SIGKILL, "rank 2: %d", child[2].code);
-    for (int rank : {0, 1, 3}) expect(child[rank].code == 1, "rank %d: %d", rank, child[rank].code);
-    expect(strstr(ERR(child[0]), "rank 2 on ") && strstr(ERR(child[0]), "ended without a word"), "%s", ERR(child[0]));
-    for (int rank : {1, 3}) expect(ERR(child[rank])[0] == 0, "rank %d repeats it: %s", rank, ERR(child[rank]));
-}
-
 // One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
 RANKS_TEST(multi_signals, 3) {
     for (int which = runs_few(gpu, ranks) ? 1 : 0; which < 3; which++) {
@@ -89,34 +74,6 @@ RANKS_TEST(multi_signals, 3) {
     }
 }
 
-// One rank alone is told while all are at a validation, or a sample, that would take minutes.
-TEST(multi_signals_between_steps) {
-    for (const char* what : {"--val-every 1 --sample-every 0", "--val-every 0 --sample-every 1"}) {
-        bool sampling = what[12] == '0';
-        const char* work = work_folder();
-        pid_t ranks[3] = {};
-        Child child = new_child();
-        write_words(work, "long.txt", 100000);
-        const char* run = joined(work, "run");
-        start_ranks(&child, false, 3,
-                    "--layers 1 --channels 64 --heads 1 --seq 16 %s --sample-tokens 65536 --val-tokens 4000000 "
-                    "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
-                    what, work, work, run);
-        const bool begun =
-            sampling ? wait_for_step(&child, run, 1) : comes_true(20, 10, [run] { return exists(run, "log.jsonl"); });
-        expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
-        pause_ms(1000);
-        double begin = seconds_now();
-        kill(ranks[1], SIGTERM);
-        finish(&child);
-        expect_code(child, 128 + SIGTERM);
-        expect(seconds_now() - begin < 15, "%s: it took %.1f s to end", what, seconds_now() - begin);
-        expect_checkpoints(test, run, 1, sampling ? 1 : 0);
-        expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));
-        expect(gone(ranks, 3), "%s: a rank lives on", what);
-    }
-}
-
 // One rank reads a bad token: all save the good steps before it, then that rank tells.
 static void check_bad_token(Test* test, bool gpu, int ranks) {
     const char* work = work_folder();
@@ -135,21 +92,4 @@ TEST(multi_bad_token) {
 
 GPUS_TEST(multi_bad_token_gpu) {
     check_bad_token(test, true, ranks);
-}
-
-// A fault that one rank finds first ends all, with one sentence and no deadlock.
-FOLDER_TEST(multi_failures) {
-    Child disk = new_child();
-    disk.file_limit = 1000000;
-    start_ranks(&disk, false, 3, SEVERAL "/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", work, work);
-    finish(&disk);
-    expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
-    train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
-    const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
-    make_overflowing_model(work, from);
-    refused_ranks(
-        "NaN", "10 steps in a row were skipped", "--lr", false, 2,
-        "--seq 16 --val-every 0 --sample-every 0 --warmup 0 --data %s/text.txt --model %s --run %s/nan --batch 1 "
-        "--tokens-per-step 32 --steps 30 --shard weights",
-        work, bad, work);
 }

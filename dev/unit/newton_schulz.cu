@@ -71,21 +71,6 @@ TEST(newton_schulz_forms_agree) {
     note(test, "%.2g of the bound", worst);
 }
 
-// Rounding to fp16 where a GPU rounds: in the root of the mean square, closer to the exact result than an eighth of it.
-TEST(newton_schulz_in_fp16) {
-    double off = 0.0;
-    for (const char* coefficients : {"jordan", "polar-express"}) {
-        const OptimConfig config = form_config(coefficients, 5);
-        for (int shape = 0; shape < FORMS; shape++) {
-            Dense<double> exact = form_of<double>(shape), rounded = exact;
-            polar_symmetric(&config, &exact, false), polar_symmetric(&config, &rounded, true);
-            off = fmax(off, distance(exact.x, rounded.x) / norm_of(exact.x));
-        }
-    }
-    expect(off <= 0.125 && off > 1e-4, "%g of the result", off);
-    note(test, "%.2g of the result", off);
-}
-
 // Jordan's polynomial leaves singular values in 0.68 to 1.14; Polar Express with the margins of its coefficients for
 // rounding, whose product is about 0.9, below 1.
 TEST(matrix_orthogonalises) {
@@ -162,16 +147,6 @@ TEST(symmetric_tiles_are_each_square_once) {
                    (long long)size[0], (long long)size[1], row, column, times);
         }
     }
-}
-
-// Plain C: what is above the diagonal mirrors what is below, and gamma is on the diagonal.
-TEST(symmetric_product_mirrors) {
-    const float a[] = {1, 2, 3, 4}, b[] = {5, 6, 7, 8}, c[] = {1, 1, 1, 1};
-    float d[4];
-    const SymmetricProduct p = {2, 2, 2, false, true, 2.0f, 3.0f, 10.0f, true, 1};
-    symmetric_product_cpu(&p, d, a, b, c);  // a b^T = 17 23; 39 53
-    const float want[] = {47, 81, 81, 119};
-    expect(memcmp(d, want, sizeof(d)) == 0, "%g %g %g %g", (double)d[0], (double)d[1], (double)d[2], (double)d[3]);
 }
 
 #ifdef __CUDACC__

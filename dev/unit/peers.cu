@@ -1,6 +1,6 @@
-// Tests against other optimizers: PyTorch, torchao, bitsandbytes and FlashOptim. dev/reference/make_peers.py ran their
-// own code and wrote what they store for given numbers and after given steps; here the same numbers go through our
-// formats and steps (on the CPU, whose bits are the GPU's), and levels, codes, scales and weights are compared.
+// Tests against other optimizers: torchao, bitsandbytes and FlashOptim. dev/reference/make_peers.py ran their own code
+// and wrote what they store for given numbers; here the same numbers go through our formats (on the CPU, whose bits are
+// the GPU's), and levels, codes and scales are compared. Steps: laws_oracle.cu, and dev/reference/check_rules.py.
 //
 // If conventions are the same, a code may differ for one reason: the number lies on the bound between two levels as
 // nearly as either program's rounding of y = x / scale can tell (near_bound, below). So every code that differs must be
@@ -21,14 +21,8 @@
 namespace {
 
 static const char PEERS[] = "dev/reference/peers.safetensors";
-constexpr int64_t MOST = 3072;                // elements of the largest array of the file
-constexpr int64_t KEPT = 256, TENSORS = 2;    // of the runs: elements of a tensor, the first with decay
-constexpr int64_t ELEMENTS = KEPT * TENSORS;  // as they lie in the one tensor behind the other
-constexpr int64_t LENGTHS[TENSORS] = {KEPT, KEPT};
+constexpr int64_t MOST = 3072;         // elements of the largest array of the file
 constexpr double U = 1.0 / (1 << 24);  // half a unit in the last place of 1: one rounding of fp32
-// make_peers.py's settings of the runs.
-constexpr float LR = 0x1p-7f, BETA1 = 0.9f, BETA2 = 0.95f, BETA3 = 0.999f, ALPHA = 4.0f, EPS = 1e-8f, DECAY = 0.1f;
-constexpr int STEPS = 6, RAMP = 12;
 
 struct Floats {
     int64_t n;
@@ -120,39 +114,6 @@ static Floats peers_map(const Format* format) {
     return map;
 }
 
-// Opens an optimizer on the CPU with tensors of the given lengths.
-static void peers_open(OptimRun* run, OptimConfig config, const int64_t* lengths, int count) {
-    OptimTensor tensors[TENSORS];
-    for (int t = 0; t < count; t++) tensors[t] = {"tensor", 1, lengths[t], t == 0, 0};
-    config = resolved(config);
-    run_open(run, &config, tensors, count, OPTIM_FP32);
-}
-
-// A step with gradients that lie one behind the other.
-static void peers_step(OptimRun* run, const float* gradients, float lr, int step) {
-    float *grads = run->room.zeros<float>(run->elements), scale = 1.0f;
-    for (int t = 0; t < run->count; t++) {
-        memcpy(grads + run->tensor[t].offset, gradients, (size_t)run->tensor[t].cols * 4);
-        gradients += run->tensor[t].cols;
-    }
-    optim_step(run->optim, grads, &scale, lr, step);
-}
-
-// Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
-static void run_stream(const OptimRun* run, const char* name, void* packed, bool write) {
-    const OptimStream stream = optim_stream_named(run->optim, name);
-    if (!stream.data) printf("    there is no stream %s\n", name), exit(1);
-    int64_t bytes = stream.elements * stream.element_bytes;
-    for (int t = 0; t < run->count; t++) {
-        int64_t first = run->tensor[t].offset * bytes / run->elements, length = run->tensor[t].cols;
-        int64_t size = (length * bytes + run->elements - 1) / run->elements;  // a tail's block counts
-        size = (size + stream.element_bytes - 1) / stream.element_bytes * stream.element_bytes;
-        if (write) memcpy((char*)stream.data + first, packed, (size_t)size);
-        if (!write) memcpy(packed, (const char*)stream.data + first, (size_t)size);
-        packed = (char*)packed + size;
-    }
-}
-
 // A format's row, with arrays of two tiles.
 struct Ours {
     const FormatRow* row;
@@ -162,7 +123,7 @@ struct Ours {
 
     explicit Ours(const Format* format) {
         const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
-        const OptimConfig config = resolved({"", "adamw", "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1});
+        const OptimConfig config = resolved({"", "adamw", "fp32", "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1});
         row = find_row(state_table(), format->moment_v ? config.v : config.m);
         if (row->table_bytes) row->fill(table);
     }
@@ -383,83 +344,6 @@ TEST(peers_levels) {
         }
         if (!format.moment_v && !exact) note(test, "%s %s: %d in the last bits", format.peer, format.name, differ);
     }
-}
-
-// Steps of other optimizers in fp32, and ours from the state that they had before. (A step in a format is one in fp32
-// of what it holds, stored again, as laws_narrow shows of ours and the tests above of what is stored.)
-
-static Floats run_floats(const char* peer, const char* stream, int step) {
-    return peers_floats(peers_find(formatted("run.%s.%s.%d", peer, stream, step)));
-}
-
-// Two programs' sums of a few terms differ by a few roundings of these. 1 - beta3 comes from a rounded beta3 in theirs,
-// and beta3 from one's exp and the other's series: g counts in `slow` too. Where lion's update is too close to zero to
-// call its sign, which occurs twice at most, the weight goes elsewhere.
-static void check_step(Test* test, const char* peer, const char* rule, int step) {
-    const Floats all = peers_floats(peers_find("run.grads"));
-    const float* gradients = all.x + (step - 1) * ELEMENTS;
-    OptimConfig config = {"", rule, "fp32", "fp32", "fp32", keeps_v(rule) ? "fp32" : "", BETA1, BETA2, EPS, DECAY, 1};
-    config.beta3 = BETA3, config.alpha = ALPHA, config.ramp = RAMP;
-    const char* const streams[] = {"weights", "m", keeps_v(rule) ? "v" : nullptr,
-                                   strcmp(rule, "ademamix") == 0 ? "slow" : nullptr};
-    static Floats before[4];
-    OptimRun run;
-    peers_open(&run, config, LENGTHS, TENSORS);
-    for (int s = 0; s < 4; s++) {
-        before[s] = {ELEMENTS, {}};
-        if (!streams[s]) continue;
-        if (step > 1) before[s] = run_floats(peer, streams[s], step - 1);
-        if (step == 1 && s == 0) before[s] = peers_floats(peers_find("run.start"));
-        run_stream(&run, streams[s], before[s].x, true);
-    }
-    peers_step(&run, gradients, LR, step);
-    for (int s = 0; s < 4 && streams[s]; s++) {
-        const Floats theirs = run_floats(peer, streams[s], step);
-        Floats ours = theirs;
-        int off = 0;
-        double worst = 0.0;
-        run_stream(&run, streams[s], ours.x, false);
-        for (int64_t i = 0; i < ELEMENTS; i++) {
-            const double was = before[s].x[i], now = theirs.x[i], more = s == 3 ? 2.0 * U * fabs(gradients[i]) : 0.0;
-            const double share = fabs(ours.x[i] - now) / (12.0 * U * (fabs(was) + fabs(now - was)) + more + 1e-45);
-            off += !(share <= 1.0);
-            if (share <= 1.0) worst = fmax(worst, share);
-        }
-        expect(off <= (strcmp(rule, "lion") == 0 && s == 0 ? 2 : 0), "%s, step %d: %d of %s are off", peer, step, off,
-               streams[s]);
-        note(test, "%s %.2f", streams[s], worst);
-    }
-}
-
-// The last step, and of the first row the first. A step is a function of the state that it begins with (laws.cu), so
-// these stand for all.
-TEST(peers_steps) {
-    check_step(test, "torch.adamw", "adamw", 1);
-    const char* const rows[][2] = {{"torch.adamw", "adamw"},
-                                   {"torch.adam", "adam"},
-                                   {"torch.sgd", "sgd"},
-                                   {"bitsandbytes.lion", "lion"},
-                                   {"bitsandbytes.ademamix", "ademamix"}};
-    for (const auto& [peer, rule] : rows) check_step(test, peer, rule, STEPS);
-}
-
-// FlashOptim's bf16 of weights with 8 bits more, and ours: the same but for ties, even theirs and away from zero ours.
-TEST(peers_split) {
-    Floats x = peers_floats(peers_find("split.weights"));
-    Bytes high = peers_bytes(peers_find("split.high"));
-    OptimRun run;
-    peers_open(&run, {"", "sgd", "bf16+8", "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1}, &x.n, 1);
-    optim_set_weights(run.optim, 0, x.x);
-    uint16_t ours[MOST], theirs[MOST];
-    run_stream(&run, "weights", ours, false);
-    memcpy(theirs, high.x, (size_t)high.n);
-    int ties = 0;
-    for (int64_t i = 0; i < x.n; i++) {
-        bool tie = (float_bits(x.x[i]) & 0x1ffff) == 0x8000;
-        ties += tie;
-        expect(ours[i] == theirs[i] + (tie ? 1 : 0), "%a: %04x, theirs %04x", x.x[i], ours[i], theirs[i]);
-    }
-    expect(ties > 4 && ties < 48, "%d ties", ties);
 }
 
 }  // namespace

@@ -86,19 +86,6 @@ TEST(tables_signs) {
     expect(signs > 80 && signs < STATES - 80, "%d of %d", signs, STATES);
 }
 
-TEST(tables_banner_says_what_is_allocated) {
-    const auto check_row = [&](const char* name, const OptimConfig& config, double more) {
-        const Cost cost = cost_of(test, &config);
-        expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
-               cost.weights + cost.states);
-    };
-    for (const char* name : STATE_NAMES) {
-        const bool m = serves_m(name);
-        check_row(name, table_config("", "fp32", m ? name : "fp32", name), more_of(name) * (m ? 2 : 1));
-    }
-    for (const char* name : WEIGHTS_NAMES) check_row(name, table_config("", name, "bf16", "bf16"), more_of(name));
-}
-
 static char* list_text(Test* test, bool presets) {
     char* text = printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
     for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n')

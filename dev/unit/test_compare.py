@@ -208,7 +208,7 @@ def test_two_at_once_are_refused(case):
 def test_what_another_ended_meanwhile(case):
     """A start whose check runs while another ends its runs does not repeat them."""
     sweep, here, go = case.write(SWEEP), case.folder / "here", case.folder / "go"
-    slow = case.wrapper(f'case "$SLOW$*" in 1*--dry-run*) touch {here}; until [ -e {go} ]; do sleep 0.02; done ;; esac')
+    slow = case.trainer(f'case "$SLOW$*" in 1*--dry-run*) touch {here}; until [ -e {go} ]; do sleep 0.02; done ;; esac')
     more = ("--trainer", slow, "--no-report")
     process = case.start(sweep, *more, env={**os.environ, "SLOW": "1"})
     wait_for(here.exists)
@@ -257,24 +257,22 @@ def test_budget(case):
     said = case.run(SWEEP, "--budget", "0", "--no-report")
     assert "2 runs wait for the next start" in said and not case.records(), said
     # After the first run it is known how long one takes: no second that would not end in time.
-    slow = case.wrapper('case "$*" in *--run=*) sleep 3 ;; esac')
+    slow = case.trainer('case "$*" in *--run=*) sleep 3 ;; esac')
     said = case.run(SWEEP, "--budget", "5", "--no-report", "--trainer", slow)
     assert "1 runs wait" in said and list(case.records()) == ["a_s1"], said
 
 
 def test_spread_over_gpus(case):
     """Each job sees one GPU, and no two at once the same while another is free."""
-    trainer = case.wrapper(
+    trainer = case.trainer(
         f'case "$*" in *--run=*) echo "$CUDA_VISIBLE_DEVICES" >> {case.folder}/seen; sleep 1 ;; esac'
     )
     text = SWEEP.replace('device = "cpu"\n', "").replace('name = "a"\n', 'name = "a"\nseed = [1, 2, 3]\n')
     more = ("--jobs", 2, "--no-report", "--trainer", trainer, "--set", "matmul=fp32")
     for gpus in (",", "6,"):
         assert "give numbers of nvidia-smi" in case.run(text, "--gpus", gpus, *more, status=2)
-    listing = case.folder / "nvidia-smi"
-    listing.write_text('#!/bin/sh\necho "GPU 6: NVIDIA H200 (UUID: a)"\n')
-    listing.chmod(0o755)
-    case.environment = {**os.environ, "PATH": f"{case.folder}:{os.environ['PATH']}"}
+    case.program("nvidia-smi", 'echo "GPU 6: NVIDIA H200 (UUID: a)"')
+    case.environment = {"PATH": f"{case.folder}:{os.environ['PATH']}"}
     case.run(text, "--gpus", "6,7", *more)
     seen = (case.folder / "seen").read_text().split()
     assert sorted(seen[:2]) == ["6", "7"] and sorted(seen) == ["6", "6", "7", "7"], seen

@@ -32,9 +32,8 @@ except ImportError:
     except ImportError:
         zstd = None
 
-from cases import run_cases
+from cases import ROOT, Folder, run_cases
 
-ROOT = Path(__file__).resolve().parents[2]
 MERGES = "Ġ t|h e|i n|r e|Ġt he|o n|Ġ Ġ|Ċ Ċ|e r|Ġ a|n d|Ġa nd|' s".split("|")
 
 
@@ -102,11 +101,12 @@ class Corpus:
         return [document.decode() for document in documents]
 
 
-class Case:
+class Case(Folder):
     """A temporary folder with a vocabulary, and ways to run prepare.py in it."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        super().__init__(folder)
+        self.environment = {"XDG_CACHE_HOME": str(self.folder / "cache")}
         self.vocabulary = write_vocabulary(self.folder / "vocabulary")
 
     def write(self, name, content):
@@ -116,10 +116,8 @@ class Case:
         return name
 
     def run(self, *arguments, vocabulary="vocabulary", **environment):
-        command = [sys.executable, str(ROOT / "data" / "prepare.py"), *map(str, arguments)]
-        command += ["--tokenizer", vocabulary] if vocabulary else []
-        environment = {**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache"), **environment}
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+        tokenizer = ["--tokenizer", vocabulary] if vocabulary else []
+        return self.typed(sys.executable, ROOT / "data/prepare.py", *arguments, *tokenizer, **environment)
 
     def prepare(self, *arguments, out="out", said=(), **more):
         """Expects success and each text of `said`. Returns what was written."""
@@ -135,10 +133,7 @@ class Case:
     def refuse(self, expected, *arguments, **more):
         """Expects status 2, one sentence that holds `expected`, and nothing written."""
         out = [] if "--out" in arguments else ["--out", "refused"]
-        done = self.run(*arguments, *out, **more)
-        assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-        assert done.stderr.startswith("prepare: error: ") and done.stderr.count("\n") == 1, done.stderr
-        assert expected in done.stderr, f"{expected!r} is not in {done.stderr!r}"
+        self.refused(self.run(*arguments, *out, **more), "prepare: error: ", expected)
         assert not list(self.folder.glob("refused*")), "wrote something"
 
 
@@ -352,8 +347,7 @@ def test_memory_is_bounded(case):
             file.write(ends)
         assert (case.folder / name).stat().st_size < 1 << 17
         words = [name, "--val", "v.txt", "--out", name + "d", "--workers", "1", "--tokenizer", "vocabulary"]
-        command = [sys.executable, "-c", MEASURED, str(ROOT / "data"), *words]
-        done = subprocess.run(command, cwd=case.folder, capture_output=True, text=True, timeout=300)
+        done = case.typed(sys.executable, "-c", MEASURED, ROOT / "data", *words)
         assert said in done.stdout + done.stderr and "Traceback" not in done.stderr, done
         assert int(done.stdout.rpartition("peak")[2]) < (900 if "array" in said else 400), (name, done.stdout)
 
@@ -387,9 +381,7 @@ def test_inline_separators(case):
 
 def test_unicode_tables(case):
     """data/unicode.h and dev/reference/words.txt are what tiktoken says today."""
-    script = [sys.executable, str(ROOT / "dev/reference/make_unicode.py"), "--check"]
-    done = subprocess.run(script, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    case.typed(sys.executable, ROOT / "dev/reference/make_unicode.py", "--check", status=0)
 
 
 def test_long_document_in_pieces(case):

@@ -30,7 +30,7 @@ def test_diverged_and_dead_runs(case):
     text += 'on-nonfinite = "stop"\n[[run]]\nname = "dead"\nseed = 13\n[[run]]\nname = "refused"\nseed = 14\n'
     text += '[[run]]\nname = "last"\nm = "bf16"\n'
     mended = case.folder / "mended"
-    trainer = case.wrapper(
+    trainer = case.trainer(
         f'case "$*" in *--dry-run*) ;; *--seed=13*) [ -e {mended} ] || kill -9 $$ ;; '
         '*--seed=14*) echo "train: error: the disk is full" >&2; exit 2 ;; esac'
     )
@@ -99,7 +99,7 @@ def test_names_are_shown_as_they_are(case):
 def test_hung_run(case):
     """A hung run is killed and is in the table; the runs after it are run."""
     text = SWEEP + '[[run]]\nname = "hung"\nseed = 13\n'
-    trainer = case.wrapper('case "$*" in *--dry-run*) ;; *--seed=13*) exec sleep 600 ;; esac')
+    trainer = case.trainer('case "$*" in *--dry-run*) ;; *--seed=13*) exec sleep 600 ;; esac')
     said = case.run(text, "--trainer", trainer, "--silence", "10", status=1)
     assert "2 done, 1 died" in said, said
     assert case.rows()["hung"]["status"] == "died: hung: nothing in its log for 10 s at step 0 of 4", case.rows()["hung"]
@@ -113,10 +113,9 @@ def test_report_twice_is_the_same(case):
     there.mkdir()
     shutil.copy(case.out / "runs.jsonl", there)
     sweep, none = case.write(text), case.folder / "none"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = case.command(sweep, "--out", there, "--report-only", "--trainer", none, "--work", none)
-    done = subprocess.run(command, env=environment, cwd=case.folder, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr and not none.exists(), done.stderr
+    assert not case.typed(*command, status=0, **environment).stderr and not none.exists()
     for name in REPORT:
         assert (case.out / name).read_bytes() == (there / name).read_bytes(), name
     assert re.findall(r"!\[.*\]\((.*)\)", (there / "table.md").read_text()) == ["loss.png", "difference.png", "bytes.png"]

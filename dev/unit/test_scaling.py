@@ -8,39 +8,24 @@ says what the case wants. Without ./train all is skipped and the exit status is 
 """
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
-from cases import run_cases
+from cases import ROOT, Folder, run_cases
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = "--seq 64 --steps 3 --skip 1 --device cpu --layers 1 --channels 64 --heads 1".split()
 
 
-class Case:
+class Case(Folder):
     def __init__(self, folder):
-        self.folder = Path(folder)
+        super().__init__(folder)
         self.program("nvidia-smi", 'case "$*" in *index*) printf "0\\n1\\n" ;; *) echo 1024 ;; esac')
-        self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NIBBLE_STAND_IN": "1"}
+        self.environment = {"PATH": f"{folder}:{os.environ['PATH']}", "NIBBLE_STAND_IN": "1"}
         for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE"):
-            self.environment.pop(name, None)
-
-    def program(self, name, lines):
-        path = self.folder / name
-        path.write_text(f"#!/bin/bash\n{lines}\n")
-        path.chmod(0o755)
-        return path
-
-    def trainer(self, lines):
-        """Writes a program that does something before it becomes ./train, or in its place."""
-        return self.program("trainer", f'{lines}\nexec {ROOT}/train "$@"')
+            os.environ.pop(name, None)
 
     def table(self, *more, status=0):
         """Returns ([cells of each row], what went to stderr)."""
-        command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *map(str, more)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        done = self.typed(sys.executable, ROOT / "dev/scaling.py", *TINY, *more, status=status)
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.split("\n")[2:-1]], done.stderr
 
 

@@ -23,9 +23,8 @@ import time
 from pathlib import Path
 
 from browser import Page, find_browser
-from cases import run_cases
+from cases import ROOT, Folder, run_cases
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
 RESUME_AT = 20
 
@@ -56,11 +55,11 @@ OPTIONS = {"model": "nano", "lr": 0.003, "steps": 100}
 CONFIG = {"type": "config", "options": OPTIONS, "device": "CPU", "parameters": 9}
 
 
-class Case:
+class Case(Folder):
     """A folder of runs that are written here, and ways to run the scripts in it."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        super().__init__(folder)
         self.runs = self.folder / "runs"
 
     def log(self, name, *records):
@@ -73,15 +72,10 @@ class Case:
         return folder
 
     def run(self, script, *arguments, **environment):
-        command = [sys.executable, str(ROOT / "dev" / script), *map(str, arguments)]
-        environment = {**os.environ, **environment}
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+        return self.typed(sys.executable, ROOT / "dev" / script, *arguments, **environment)
 
     def refuse(self, script, expected, *arguments, **environment):
-        done = self.run(script, *arguments, **environment)
-        assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-        assert expected in done.stderr and done.stderr.count("\n") == 1, (expected, done.stderr)
-        assert done.stderr.startswith(script.removesuffix(".py") + ": error: "), done.stderr
+        self.refused(self.run(script, *arguments, **environment), script.removesuffix(".py") + ": error: ", expected)
 
     def start(self, *arguments, **environment):
         command = [sys.executable, str(ROOT / "dev" / "watch.py"), *map(str, arguments)]
@@ -265,8 +259,7 @@ def test_errors(case):
     told = case.run("watch.py", "--export", "csv", "--out", "tables").stdout
     assert "broken: 0 training steps, line 2 of its log is not a record" in told and "a: 1 training steps\n" in told, told
     command = f"{sys.executable} {ROOT}/dev/watch.py --export csv | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=case.folder, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, ""), "nobody reads what is printed"
+    assert case.typed("bash", "-c", command, status=1).stderr == "", "nobody reads what is printed"
     with Server(case) as server:
         case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)
     (case.folder / "empty").mkdir()
@@ -276,10 +269,8 @@ def test_errors(case):
         case.refuse("watch.py", f"-m pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
     (case.folder / "empty" / "torch.py").write_text("raise ImportError\n")
     for name in ("check_eval", "check_export"):
-        command = [sys.executable, str(ROOT / "dev" / "reference" / f"{name}.py")]
-        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(case.folder / "empty")})
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
-        assert "-m pip install -r dev/reference/requirements.txt`" in done.stderr, done
+        done = case.run(f"reference/{name}.py", PYTHONPATH=str(case.folder / "empty"))
+        case.refused(done, "", " -m pip install -r ", "dev/reference/requirements.txt`")
     case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
     os.mkfifo(case.folder / "pipe.jsonl")
     case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
