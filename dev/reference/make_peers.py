@@ -6,16 +6,12 @@
 
 dev/unit/peers.cu loads the file and compares. The same command writes the same bytes; versions are in the metadata.
 What runs: torchao eagerly (torch.compile would contract products and sums, differently on each machine), bitsandbytes
-with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's Triton kernels in Triton's interpreter,
-adafactor8bit 0.2.4's PyTorch path.
+with the PyTorch form of its quantiser (exact_quantiser says why), FlashOptim's Triton kernels in Triton's interpreter.
 
 Contents:
     map.<format>              F32  the peer's decoding of each code with scale 1
-    input.<set>               F32  numbers to be stored: m, v, and edges.<format>, both sides of the bounds between
-                                   that format's levels; of v and of formats without a sign the roots, which every
-                                   program squares in float32
+    input.<set>               F32  numbers to be stored: m, and the roots of v, which every program squares in float32
     <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
-    adafactor8bit.*                its logarithmic codes and scales of input.v (squared)
 """
 
 import argparse
@@ -31,7 +27,6 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-import adafactor8bit.optimizer as adafactor8bit
 import bitsandbytes
 import flashoptim.optimizers as flashoptim
 import triton.language
@@ -165,60 +160,23 @@ def blocks(random):
     return np.concatenate([negative, sparse, np.zeros(256), tiny, plain, tail]).astype(np.float32)
 
 
-def bounds(format, level):
-    """Returns the bounds between codes of `format` as shares of the block's largest; of roots, the root."""
-    if format == "sqrt8":
-        return (np.arange(1, 256) - 0.5) / 255
-    if format == "soft8":
-        z = (np.arange(-127, 127) + 0.5) / 127
-        return z / (2 - np.abs(z))
-    level = np.sort(level[np.isfinite(level)].astype(np.float64))
-    if format == "e4m3":
-        level = np.unique(level) / 448
-    middle = (level[:-1] + level[1:]) / 2
-    return np.sqrt(middle) if format in UNSIGNED else middle
-
-
-def edges(format, level, block):
-    """Returns numbers at the bounds and a few last places beside them, in blocks with a scale of 1 and another."""
-    at = bounds(format, level)
-    beside = (-8, -2, -1, 0, 1, 2, 8) if len(at) < 16 else (-1, 0, 1)
-    result = []
-    for largest in (1.0, 0.7390851332) if len(at) >= 16 else (1.0, 0.7390851332, 0.567143, 1e-3 / 7):
-        middle = (at * largest).astype(np.float32).view(np.int32)
-        values = np.concatenate([middle + k for k in beside]).astype(np.int32).view(np.float32)
-        for first in range(0, len(values), block - 1):
-            result.append(np.append(np.float32(largest), values[first : first + block - 1]))
-    result = np.concatenate(result)
-    return np.append(result, np.zeros(-len(result) % block, dtype=np.float32))
-
-
-def stored_inputs(random, map):
+def stored_inputs(random):
     sets = {"m": blocks(random), "v": np.abs(blocks(random))}
     sets["v"][:256] *= 1e-2
-    for format, (_, block) in FORMATS.items():
-        sets["edges." + format] = edges(format, map[format], block)
     return sets
 
 
 def store_all(tensors, sets):
     for format, (peers, block) in FORMATS.items():
-        names = ["v" if format in UNSIGNED else "m", "edges." + format] + (["v"] if format == "e4m3" else [])
+        names = ["v" if format in UNSIGNED else "m"] + (["v"] if format == "e4m3" else [])
         for name in names:
             x = torch.from_numpy(sets[name])
-            x = x * x if name == "v" or format in UNSIGNED else x
+            x = x * x if name == "v" else x
             for peer in peers:
                 whole = len(x) if peer != "torchao" else len(x) // block * block  # torchao takes no tail
                 codes, scales = STORE[peer](format, x[:whole].contiguous())
                 tensors[f"{peer}.{format}.{name}.codes"] = codes
                 tensors[f"{peer}.{format}.{name}.scales"] = scales
-
-
-def run_adafactor8bit(tensors, sets):
-    x = torch.from_numpy(sets["v"])
-    codes, scales, _, _ = adafactor8bit._log_quantize_nonneg(x * x)
-    tensors["adafactor8bit.log8.v.codes"] = codes.flatten()[: len(x)]
-    tensors["adafactor8bit.log8.v.scales"] = scales
 
 
 def main():
@@ -231,12 +189,11 @@ def main():
 
     map = {name: level.float().numpy() for name, level in maps().items()}
     tensors = {"map." + name: level for name, level in map.items()}
-    sets = stored_inputs(random, map)
+    sets = stored_inputs(random)
     tensors.update({"input." + name: values for name, values in sets.items()})
     store_all(tensors, sets)
-    run_adafactor8bit(tensors, sets)
 
-    packages = ("torch", "triton", "torchao", "bitsandbytes", "flashoptim", "adafactor8bit", "numpy")
+    packages = ("torch", "triton", "torchao", "bitsandbytes", "flashoptim", "numpy")
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     data = {name: torch.as_tensor(tensor).contiguous() for name, tensor in tensors.items()}
     data = save(data, metadata={"made by": versions})  # one entry: several are written in any order

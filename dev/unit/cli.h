@@ -277,13 +277,6 @@ inline int checkpoints(const char* run, int64_t* newest = nullptr) {
     return count;
 }
 
-inline void expect_checkpoints(Test* test, const char* run, int count, int64_t want) {
-    int64_t newest;
-    const int there = checkpoints(run, &newest);
-    expect(there == count && newest == want, "%s: %d checkpoints, the newest of step %lld; want %d and %lld", run,
-           there, (long long)newest, count, (long long)want);
-}
-
 // Replaces words in a checkpoint's state.json, and writes the checksum that it then has.
 inline void rewrite_state(const char* folder, const char* from, const char* to) {
     const char *text = contents(folder, "state.json"), *changed = replaced(text, from, to), *seal = nullptr;

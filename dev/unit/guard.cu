@@ -1,6 +1,6 @@
-// Tests of what guards a run: values that are not finite are neither saved nor loaded, and signals in every phase.
+// Tests of what guards a run: values that are not finite are neither saved nor loaded.
 #include "../../data/safetensors.h"
-#include "cli.h"
+#include "test.h"
 
 TEST(guard_values) {
     // These are the type's largest value, infinity (0: it has none) and NaN.
@@ -31,49 +31,4 @@ TEST(guard_values) {
             }
         }
     }
-}
-
-// Sends a signal and expects that the run ends with its exit code.
-static void signalled(Test* test, Child* child, int number) {
-    kill(child->pid, number);
-    finish(child);
-    expect(child->code == 128 + number, "signal %d: exit code %d: %s", number, child->code, ERR(*child));
-}
-
-#define LONG_RUN SHAPE " " QUICK " --device cpu --steps 100000 --save-every 0 --data %s/text.txt --run %s"
-
-// dev/faults.py sends signals at any moment.
-TEST(guard_signals) {
-    signal(SIGHUP, SIG_DFL);  // the tests themselves may run under nohup
-    const char* work = work_folder();
-    int number = 0;
-    // A run whose parent left signals blocked hears them; what a CPU limit and timers send saves too, however often.
-    sigset_t all, before;
-    sigfillset(&all);
-    for (int signal : {SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
-        Child child = {};
-        const char* run = formatted("%s/run%d", work, number++);
-        sigprocmask(SIG_BLOCK, &all, &before);
-        start(&child, LONG_RUN " --val-every 3 --val-tokens 1000000", work, run);
-        sigprocmask(SIG_SETMASK, &before, nullptr);
-        expect(wait_for_step(&child, run, 1), "it does not start");
-        for (int i = 0; i < 3 && signal == SIGXCPU; i++) kill(child.pid, signal), pause_ms(10);
-        signalled(test, &child, signal);
-        expect(strstr(ERR(child), "press again to quit without saving"), "signal %d: %s", signal, ERR(child));
-    }
-    // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
-    const char* run = joined(work, "nohup");
-    Child twice = {}, nohup = {};
-    start(&twice, LONG_RUN "/twice --val-every 1 --val-tokens 1000000", work, work);
-    pause_ms(700);
-    kill(twice.pid, SIGINT);
-    pause_ms(600);
-    signalled(test, &twice, SIGINT);
-    signal(SIGHUP, SIG_IGN);
-    start(&nohup, BRIEF " --device cpu --steps 400", work, run);
-    expect(wait_for_step(&nohup, run, 5), "it does not start");
-    kill(nohup.pid, SIGHUP);
-    finish(&nohup);
-    expect_code(nohup, 0);
-    expect(exists(run, "step_00000400"), "it did not go on");
 }
