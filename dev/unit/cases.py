@@ -42,6 +42,13 @@ class Folder:
         assert all(text in said for text in expected), (expected, said)
 
 
+def wait_for(what, seconds=60):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
 def run_cases(functions, case=None, missing=None, among="test_"):
     """Calls those of `functions`, a module's globals, that are named test_..., with case(a temporary folder) where there
     is a `case`, and returns the exit status. A case returns None, a note that is printed, or "skipped: ..."; when

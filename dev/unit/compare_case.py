@@ -7,9 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
-from cases import ROOT, Folder
+from cases import ROOT, Folder, wait_for  # noqa: F401
 
 COMPARE = ROOT / "dev" / "compare"
 sys.path.insert(0, str(COMPARE))
@@ -87,13 +86,6 @@ class Case(Folder):
         lines = ((out or self.out) / "table.md").read_text().split("\n")
         rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in lines if line.startswith("| ")]
         return {cells[0].replace("\\|", "|"): cells for cells in rows}
-
-
-def wait_for(what, seconds=60):
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 def missing_tools():

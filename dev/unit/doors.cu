@@ -285,16 +285,6 @@ TEST(doors_deadline_holds) {
     for (int one : drip) close(one);
 }
 
-// If a rank and rank 0 have different secrets, both say so and fail.
-TEST(doors_different_secrets) {
-    static Rank rank[2];
-    rank_begin(&rank[0], door_launch(0, 2, own_port(6), "one"), 2);
-    rank_begin(&rank[1], door_launch(1, 2, own_port(6), "another"), 2);
-    for (Rank& r : rank) rank_end(&r);
-    expect_calm(test, "rank 0", &rank[0], 2, "start all with the same NIBBLE_SECRET", 1);
-    expect_calm(test, "rank 1", &rank[1], 2, "or has another NIBBLE_SECRET", 1);
-}
-
 // A false rank 0 answers: its welcome has no proof, is cut, or never comes.
 TEST(doors_false_rank_0) {
     static Rank rank;

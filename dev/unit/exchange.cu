@@ -206,14 +206,6 @@ TEST(exchange_peers_refused) {
     }
 }
 
-// The sentence has the whole option that differs, whatever its value has.
-TEST(exchange_same_options) {
-    const auto other_prompt = [](Launch* launch) {
-        comm_require_same(launch, text_kept("--a 1\1--prompt 'x --lr %d'\1--b 2\1", launch->rank), "");
-    };
-    expect_ranks(test, 2, other_prompt, 2, ": --prompt 'x --lr 1', and rank 0 --prompt 'x --lr 0'; start all alike");
-}
-
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (!gpus_reach_each_other_asked_apart(8)) skip("these GPUs do not reach each other's memory");

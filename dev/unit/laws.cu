@@ -8,11 +8,6 @@
 #include "../../optim/placed.h"
 #include "laws.h"
 
-// Returns the type that the matmuls read beside configuration k.
-static OptimType compute_of(int k) {
-    return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
-}
-
 typedef void Law(Test* test, const OptimConfig& config, int k, bool gpu);
 
 constexpr int PARTS = 6;
@@ -40,10 +35,6 @@ static void try_law(Test* test, Law* law, bool gpu, int count, int part = -1) {
         try_law(test, law_##NAME, false, (int)every_config().size());               \
     }                                                                               \
     static void law_##NAME(Test* test, const OptimConfig& config, [[maybe_unused]] int k, [[maybe_unused]] bool gpu)
-
-static void open(OptimRun* run, const OptimConfig& config, OptimType compute, bool gpu = false) {
-    run_open(run, &config, model, model_count(config), compute, gpu);
-}
 
 static const char* names_of(const OptimConfig& config) {
     return formatted("%s %s %s %s", config.weights, config.m, config.v, config.overrides);

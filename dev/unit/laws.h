@@ -138,6 +138,15 @@ inline const std::vector<OptimConfig>& every_config() {
     return all;
 }
 
+// Returns the type that the matmuls read beside configuration k.
+inline OptimType compute_of(int k) {
+    return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
+}
+
+inline void open(OptimRun* run, const OptimConfig& config, OptimType compute, bool gpu = false) {
+    run_open(run, &config, model, model_count(config), compute, gpu);
+}
+
 // How many of these are not the last loop's.
 inline int listed() {
     int count = COMBINATIONS;

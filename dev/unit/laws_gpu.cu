@@ -7,10 +7,6 @@
 
 typedef std::vector<OptimConfig> Configs;
 
-static OptimType compute_of(int k) {
-    return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
-}
-
 static void compare_all(Test* test, const Configs& all, bool wild) {
     Steps wildly;
     wildly.wild = true;

@@ -27,10 +27,6 @@ static Arena arena_of(OptimRun* run) {
     return a;
 }
 
-static void open(OptimRun* run, const OptimConfig& config, OptimType compute, bool gpu) {
-    run_open(run, &config, model, model_count(config), compute, gpu);
-}
-
 // A step of the run without a copy, a part at a time from the last to the first. The gradients of every other part lie
 // in memory of their own, as those of a layer that is released do.
 static void step_by_parts(void*, OptimRun* run, const void* given, const float* scale, float lr, int step) {

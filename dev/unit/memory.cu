@@ -1,5 +1,5 @@
-// Tests of the host's memory: what data/memory.h promises, that nothing goes past it, and what limits do to ./train.
-#include "cli.h"
+// Tests of the host's memory: what data/memory.h promises. commands.txt has that nothing goes past it.
+#include "files.h"
 
 #include <pthread.h>
 
@@ -10,20 +10,47 @@ constexpr size_t TOO_MUCH = (size_t)1 << 60;
 
 static const char* volatile sink;  // so that the compiler leaves no allocation out
 
-TEST(memory_missing_is_one_sentence) {
-    static const std::tuple<const char*, void (*)()> cases[] = {
-        {"memory_take", [] { sink = (char*)memory_take(TOO_MUCH); }},
-        {"memory_zero", [] { sink = (char*)memory_zero(TOO_MUCH >> 4, 16); }},
-        {"memory_zero, a product over 64 bits", [] { sink = (char*)memory_zero(TOO_MUCH, TOO_MUCH); }},
-        {"memory_grow", [] { sink = (char*)memory_grow(memory_take(8), TOO_MUCH); }},
-        {"memory_aligned", [] { sink = (char*)memory_aligned(256, TOO_MUCH); }},
+static pthread_barrier_t all_ready;
+
+static void ask_in_threads() {
+    pthread_t thread[16];
+    pthread_barrier_init(&all_ready, nullptr, 16);
+    const auto ask = [](void*) -> void* {
+        pthread_barrier_wait(&all_ready);
+        sink = (char*)memory_take(TOO_MUCH);
+        return nullptr;
     };
-    for (const auto& [name, body] : cases) {
-        const Ended its = run_apart(body);
-        const char* end = strchr(its.text, '\n');
-        expect(its.code == 2 && strncmp(its.text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s", name,
-               its.code, its.text);
-        expect(!strstr(its.text, "checkpoint"), "%s: %s", name, its.text);
+    for (pthread_t& one : thread) pthread_create(&one, nullptr, ask, nullptr);
+    for (pthread_t& one : thread) pthread_join(one, nullptr);
+}
+
+static void ask_after_checkpoint() {
+    static char path[64] = "";
+    memory_checkpoint(path);
+    strcpy(path, "some/step_00000003");
+    sink = (char*)memory_take(TOO_MUCH);
+}
+
+TEST(memory_missing_is_one_sentence) {
+    static const std::tuple<const char*, int, void (*)()> cases[] = {
+        {"memory_take", 1, [] { sink = (char*)memory_take(TOO_MUCH); }},
+        {"memory_zero", 1, [] { sink = (char*)memory_zero(TOO_MUCH >> 4, 16); }},
+        {"memory_zero, a product over 64 bits", 1, [] { sink = (char*)memory_zero(TOO_MUCH, TOO_MUCH); }},
+        {"memory_grow", 1, [] { sink = (char*)memory_grow(memory_take(8), TOO_MUCH); }},
+        {"memory_aligned", 1, [] { sink = (char*)memory_aligned(256, TOO_MUCH); }},
+        {"threads", 20, ask_in_threads},
+        {"checkpoint", 1, ask_after_checkpoint},
+    };
+    for (const auto& [name, times, body] : cases) {
+        for (int i = 0; i < times; i++) {
+            const Ended its = run_apart(body);
+            const char *end = strchr(its.text, '\n'),
+                       *go_on = strstr(its.text, "go on with --resume some/step_00000003\n");
+            expect(its.code == 2 && strncmp(its.text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s",
+                   name, its.code, its.text);
+            expect(body == ask_after_checkpoint ? go_on != nullptr : !strstr(its.text, "checkpoint"), "%s: %s", name,
+                   its.text);
+        }
     }
 }
 
@@ -32,37 +59,6 @@ TEST(memory_texts_stay) {
     const char *first = text_kept("%s of %d", "one", 7), *same = first;
     for (int i = 0; i < 1000; i++) text_kept("%d", i), same = text_kept("one of %d", 7);
     expect(strcmp(first, "one of 7") == 0 && same == first, "%s", same);
-}
-
-TEST(memory_missing_names_the_last_checkpoint) {
-    const Ended its = run_apart([] {
-        static char path[64] = "";
-        memory_checkpoint(path);
-        strcpy(path, "some/step_00000003");
-        sink = (char*)memory_take(TOO_MUCH);
-    });
-    expect_ended(test, its, 2, {"go on with --resume some/step_00000003\n"});
-}
-
-static pthread_barrier_t all_ready;
-
-TEST(memory_missing_in_threads_is_one_sentence) {
-    const auto ask_too_much = [](void*) -> void* {
-        pthread_barrier_wait(&all_ready);
-        sink = (char*)memory_take(TOO_MUCH);
-        return nullptr;
-    };
-    auto body = [&] {
-        pthread_t thread[16];
-        pthread_barrier_init(&all_ready, nullptr, 16);
-        for (pthread_t& one : thread) pthread_create(&one, nullptr, ask_too_much, nullptr);
-        for (pthread_t& one : thread) pthread_join(one, nullptr);
-    };
-    for (int i = 0; i < 20; i++) {
-        const Ended its = run_apart(body);
-        const char* end = strchr(its.text, '\n');
-        expect(its.code == 2 && end && !end[1], "code %d, %s", its.code, its.text);
-    }
 }
 
 TEST(memory_texts) {
@@ -90,28 +86,4 @@ TEST(memory_stream_is_open_memstream) {
     }
     expect(our_bytes == their_bytes && memcmp(ours, theirs, our_bytes + 1) == 0, "%zu and %zu bytes", our_bytes,
            their_bytes);
-}
-
-// Nothing of the product asks the C library itself, but for the library's list of what memory.h hands out; comments and
-// texts may name its functions.
-TEST(memory_comes_from_one_family) {
-    int code;
-    const char* found = shell(
-        formatted("cd '%s' && for file in train_gpt2.cu $(find data kernels optim -name '*.c' -o -name '*.cu' -o -name "
-                  "'*.cuh' -o -name '*.h' | grep -v '^data/memory'); do sed -E '/blocks->block, /d; "
-                  "s/\"[^\"]*\"//g; s,//.*,,' $file | grep -nE "
-                  "'\\<(malloc|calloc|realloc|reallocarray|aligned_alloc|posix_memalign|valloc|alloca|strdup|strndup|"
-                  "asprintf|"
-                  "vasprintf|getline|getdelim|open_memstream|new)\\>|std::(vector|string|map|unique_ptr)\\>' | sed "
-                  "\"s,^,$file:,\"; done",
-                  test_folder()),
-        &code);
-    expect(code == 0 && !*found, "exit code %d; this takes memory past data/memory.h: %s", code, found);
-}
-
-// A stack that is too small ends in a sentence. dev/faults.py tests other limits.
-TEST(memory_of_the_stack) {
-    int code;
-    const char* said = shell(formatted("ulimit -s 1024 && %s/train --dry-run --device cpu 2>&1", test_folder()), &code);
-    expect(code == 2 && strstr(said, "ulimit -s 8192") && strstr(said, "stack"), "exit code %d: %s", code, said);
 }

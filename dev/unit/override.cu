@@ -1,5 +1,6 @@
 // Tests of --override: what matches, and what is refused. That tensors get their rules, rates and decays is tested in
-// laws_oracle.cu, and their formats in laws_narrow.
+// laws_oracle.cu, their formats in laws_narrow, and rules that
+// do not go together in commands.txt.
 #include "../../optim/override.h"
 #include "steps.h"
 
@@ -44,17 +45,4 @@ TEST(override_patterns) {
     strcat(longest, ":m=fp32");
     expect_refused(overrides_parse(longest, parsed, &count, error), error, "more than 127");
     expect(overrides_parse(longest + 10, parsed, &count, error), "%s", error);
-}
-
-TEST(override_rule_refusals) {
-    const char* const rows[][4] = {{"lion", "none", "coupled", "add v=fp32"},
-                                   {"adamw", "fp32", "coupled", "lion keeps no second moment"},
-                                   {"lion", "none", "independent", "--decay-mode coupled"}};
-    for (const auto& [rule, v, mode, says] : rows) {
-        OptimConfig run = make_config(rule, "fp32", "fp32"), launch = run;
-        run.decay_mode = mode;
-        launch.rule = is(mode, "independent") ? "sgd" : is(rule, "lion") ? "adamw" : "lion";
-        launch.v = v;
-        expect_refused(optim_rule_fits(&launch, &run, error), error, says);
-    }
 }

@@ -298,22 +298,6 @@ TEST(runner_counts_what_goes_wrong) {
     }
 }
 
-TEST(runner_reads_its_words) {
-    int code;
-    const std::tuple<const char*, const char*, int> runs[] = {
-        {"-j 0", "-j 0: type 1 to 64", 2},
-        {"-j", "type --list, --here, -k SUBSTRING or -j N", 2},
-        {"crc", "'crc' was found; type", 2},
-        {"-k no_such_case -j 4", "0 passed, 0 failed, 0 skipped", 1},
-        {"--list -k runner_", "runner_reads", 0},
-        {"-j 1 -k data_crc", " passed, 0 failed, 0 skipped", 0},
-        {"--here -k data_crc", " passed, 0 failed, 0 skipped", 0}};
-    for (const auto& [words, says, want] : runs) {
-        const char* text = run_self(words, "", &code);
-        expect(code == want && strstr(text, says), "%s: exit code %d\n%s", words, code, text);
-    }
-}
-
 TEST(runner_shares_the_gpus) {
     const std::tuple<const char*, const char*, int, int, const char*> rows[] = {
         {"fp8_runs_gpu", nullptr, 5, 4, "1"},

@@ -11,7 +11,6 @@ import os
 import random
 import struct
 import sys
-import time
 from pathlib import Path
 
 from cases import run_cases
@@ -139,9 +138,9 @@ def test_evaluation_errors(case):
     for more in (("--val", "e.jsonl"), ("--val-fraction", 0.1), ("--limit-tokens", 9), ("--strict",)):
         case.refuse(f"leave {more[0]} out", "--eval", "e.jsonl", *more)
     case.refuse("data/prepare.py --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **NOWHERE)
-    begin, question = time.monotonic(), {**HELLASWAG, "ctx_a": "[" * 400000}
+    begin, question = sum(os.times()[2:4]), {**HELLASWAG, "ctx_a": "[" * 400000}  # of children: others share the processors
     assert case.run("--eval", case.write("q.jsonl", json.dumps(question)), "--out", "o").returncode == 0
-    assert time.monotonic() - begin < 20
+    assert sum(os.times()[2:4]) - begin < 20
 
 
 def test_train_bpe(case):

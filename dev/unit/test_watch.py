@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from browser import Page, find_browser
-from cases import ROOT, Folder, run_cases
+from cases import ROOT, Folder, run_cases, wait_for
 
 sys.path.insert(0, str(ROOT / "dev"))
 RESUME_AT = 20
@@ -300,11 +300,7 @@ def test_export_csv(case):
     assert process.stdout.readline() == "deep/a: 2 training steps\n"
     case.log("deep/a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4)))
     case.log("b", CONFIG, train(1))
-    until = time.monotonic() + 30
-    path = case.runs / "export" / "b.csv"
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for((case.runs / "export" / "b.csv").exists)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0, process.stderr.read()
     rows = read_table(case.runs / "export" / "deep_a_6fa53a.csv")
@@ -354,10 +350,8 @@ def test_export_tensorboard_and_wandb(case):
     process = case.start("runs", "--export", "wandb", "--follow", "--out", "wb", **here)
     assert process.stdout.readline() == "a: 2 training steps\n"
     case.log("a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4, 5)))
-    until, file = time.monotonic() + 30, case.folder / "wandb.stub"
-    while "[4," not in file.read_text():
-        assert time.monotonic() < until, file.read_text()
-        time.sleep(0.1)
+    file = case.folder / "wandb.stub"
+    wait_for(lambda: "[4," in file.read_text())
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0, process.stderr.read()
     first, *logged, last = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
