@@ -56,11 +56,7 @@ TEST(exchange_kernels_gpu) {
     check_kernels<bf16>(test, &dev, "bf16");
 }
 
-// Between ranks, over the stand-in. A rank that finds a mistake says so and ends all with code 7.
-#define require(condition)                                                   \
-    do {                                                                     \
-        if (!(condition)) launch_failed(7, "exchange.cu: " #condition "\n"); \
-    } while (0)
+// Between ranks, over the stand-in.
 
 static unsigned char byte_of(int from, int to, int64_t i) {
     return (unsigned char)((i * 7 + (i >> 20) + from * 16 + to) % 251);
@@ -75,7 +71,7 @@ static char* bytes_on(Room* room, int from, int to, int64_t bytes) {
 
 static void require_bytes(Room* room, int from, int to, const void* device, int64_t bytes) {
     const unsigned char* host = room->to_host((const unsigned char*)device, bytes);
-    for (int64_t i = 0; i < bytes; i++) require(host[i] == byte_of(from, to, i));
+    for (int64_t i = 0; i < bytes; i++) require_rank(host[i] == byte_of(from, to, i));
 }
 
 // Sends pieces of other sizes between all pairs, some empty and some of several slots. Their sizes are about multiples
@@ -112,10 +108,10 @@ static void peers_main(Launch* launch) {
     Device dev;
     Comm comm;
     int gpus = 0;
-    require(cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0);
+    require_rank(cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0);
     device_open(&dev, true, launch->rank % gpus);
     comm_open(&comm, launch, &dev);
-    require(comm.peers);
+    require_rank(comm.peers);
     check_transport(&comm, PEER_PART - 1000000);
     comm_close(&comm);
 }

@@ -102,21 +102,19 @@ static void agree_main(Launch* l) {
     launch_all_reduce(l, values, 3, LAUNCH_MAX);
     launch_all_reduce(l, &sum, 1, LAUNCH_SUM);
     for (int r = 1; r < l->world; r++) want += 0.1 * (r + 1);  // in the order of the ranks, to the bit
-    if (values[0] != l->world - 1 || values[1] != 0 || sum != want) launch_failed(7, "agreed wrongly\n");
+    require_rank(values[0] == l->world - 1 && values[1] == 0 && sum == want);
     for (int from = 0; from < l->world; from++) {
         constexpr int WORDS = 100000;  // more than a socket takes at once
         static int64_t word[WORDS];
         for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
         launch_broadcast(l, from, word, sizeof(word));
-        for (int i = 0; i < WORDS; i++) {
-            if (word[i] != from * WORDS + i) launch_failed(7, "shared wrongly\n");
-        }
+        for (int i = 0; i < WORDS; i++) require_rank(word[i] == from * WORDS + i);
     }
     int64_t own[2] = {l->rank, -l->rank}, all[2 * 16];
     launch_gather(l, own, sizeof(own), all);
     for (int r = 0; r < l->world; r++) {
-        if (all[2 * r] != r || all[2 * r + 1] != -r) launch_failed(7, "gathered wrongly\n");
-        if (!launch_any(l, r == l->rank) || launch_any(l, false)) launch_failed(7, "any of them, wrongly\n");
+        require_rank(all[2 * r] == r && all[2 * r + 1] == -r);
+        require_rank(launch_any(l, r == l->rank) && !launch_any(l, false));
     }
 }
 

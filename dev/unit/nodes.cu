@@ -7,12 +7,6 @@
 #include "../room.h"
 #include "ranks.h"
 
-// A rank that finds a mistake says so and ends all with code 7.
-#define require_here(condition)                                                                   \
-    do {                                                                                          \
-        if (!(condition)) launch_failed(7, text_kept("nodes.cu:%d: %s\n", __LINE__, #condition)); \
-    } while (0)
-
 // Takes the place of libc's function and counts the messages of this process. Beats, which do not wait, are none.
 static int64_t messages;
 extern "C" ssize_t send(int socket, const void* bytes, size_t count, int flags) {
@@ -80,10 +74,10 @@ static void check_nodes(Launch* launch, ShardMode mode) {
     const int64_t tile = TILE_ELEMENTS * (int64_t)sizeof(G);
     const auto sums_right = [&](const void* got, int64_t first, int64_t tiles) {
         for (int64_t i = 0; i < tiles * TILE_ELEMENTS; i++)
-            require_here(to_float(((const G*)got)[i]) ==
+            require_rank(to_float(((const G*)got)[i]) ==
                          to_float(sum_of_nodes<G>(world, nodes, first * TILE_ELEMENTS + i)));
     };
-    require_here(nodes == (world % asked ? world : asked) && s.comm.node.world * nodes == world);
+    require_rank(nodes == (world % asked ? world : asked) && s.comm.node.world * nodes == world);
     shard_micro_batch(&s, true, mode < SHARD_GRADS);
     for (int b : {1, 0, 2}) {
         for (const SliceTensor& t : model) {
@@ -95,7 +89,7 @@ static void check_nodes(Launch* launch, ShardMode mode) {
     // A node's sums go to the other nodes once, and later its weights to each. Ranks own equally many tiles but for
     // one.
     const int64_t owns = of_node(&s, s.own_tiles), of_sums = of_node(&s, s.comm.net.sent);
-    require_here(llabs(owns * nodes - TILES) <= world && (mode != SHARD_GRADS || of_sums == (TILES - owns) * tile));
+    require_rank(llabs(owns * nodes - TILES) <= world && (mode != SHARD_GRADS || of_sums == (TILES - owns) * tile));
     char* only = s.room.zeros<char>(TILES * tile);  // what this rank owns
     for (const SliceRun* run = s.Shard::own; run < s.Shard::own + s.own_runs; run++) {
         const char* sums = mode >= SHARD_GRADS ? (char*)s.sums + run->at * tile : (char*)s.grads + run->tile * tile;
@@ -116,14 +110,14 @@ static void check_nodes(Launch* launch, ShardMode mode) {
         shard_need(&s, t.bucket);
         sums_right(tensor_at(&s, s.weights, t, tile), t.tile, t.tiles);
     }
-    require_here(of_node(&s, s.comm.net.sent) == (nodes - 1) * owns * tile);
+    require_rank(of_node(&s, s.comm.net.sent) == (nodes - 1) * owns * tile);
     char* all = s.room.zeros<char>(TILES * tile);  // on rank 0, for a checkpoint
     for (const SliceTensor& t : model)
         shard_collect(&s, all + t.tile * tile, only + t.tile * tile, t.tile, tile, false, 0, t.tiles * tile);
     if (s.comm.rank == 0) sums_right(all, 0, TILES);
     float scalars[SCALARS] = {(float)s.comm.rank + 1};
     shard_agree(&s, scalars);
-    require_here(scalars[SCALAR_LOSS] == (float)(world * (world + 1) / 2));
+    require_rank(scalars[SCALAR_LOSS] == (float)(world * (world + 1) / 2));
 }
 
 static void nodes_main(Launch* launch) {

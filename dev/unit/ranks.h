@@ -5,6 +5,12 @@
 #include "../../kernels/ranks/launch.h"
 #include "apart.h"
 
+// A rank that finds a mistake says so and ends all with code 7.
+#define require_rank(condition)                                                                       \
+    do {                                                                                              \
+        if (!(condition)) launch_failed(7, text_kept("%s:%d: %s\n", __FILE__, __LINE__, #condition)); \
+    } while (0)
+
 // Runs `rank_main` as `ranks` ranks that launch_fork makes in a child.
 inline Ended run_ranks(int ranks, void (*rank_main)(Launch*)) {
     return run_apart([&] {
