@@ -146,6 +146,13 @@ def test_torch_compat_more():
     optimizer.step(), offloaded.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     assert torch.equal(hosts[0], params[0])
+    assert torch.equal(optimizer.state[params[1]]["state2"], optimizer.state[params[1]]["v"])
+    bitsandbytes.GlobalOptimManager.get_instance().override_config(params[0], "optim_bits", 8)
+    optimizer = bitsandbytes.Adam(params)
+    optimizer.step()
+    assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
+    bitsandbytes.GlobalOptimManager.get_instance().initialize()
+    assert optimizer._is_small(params[0])
 
 
 def halves(dtype=torch.bfloat16):
@@ -220,6 +227,8 @@ def test_torch_transformer_engine_arguments():
     fused.zero_grad()
     assert not params[0].decoupled_grad.any()
     raises(ValueError, "leave one out", lambda: fused.zero_grad(set_to_none=True))
+    group = FusedAdam(halves(), 2e-3, (0.8, 0.9), 1e-7, 0.3, False).param_groups[0]
+    assert [group[key] for key in ("lr", "betas", "eps", "weight_decay")] == [2e-3, (0.8, 0.9), 1e-7, 0.3]
     for words, more in [("amsgrad=True", dict(amsgrad=True)), ("bias_correction=False", dict(bias_correction=False)),
                         ("take store_param_remainders=True", dict(master_weights=True, master_weight_dtype=torch.half)),
                         ("take torch.float32", dict(exp_avg_dtype=torch.int8))]:

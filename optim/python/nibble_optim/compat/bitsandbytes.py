@@ -19,11 +19,14 @@ _ABSENT = {"Adagrad": "AdamW8bit with betas=(0, 0.999)", "RMSprop": "AdamW8bit w
 
 
 class GlobalOptimManager:
-    """Gives parameters of all optimizers here other settings. It knows optim_bits=32: their states stay in fp32."""
+    """Gives parameters of all optimizers here other settings. It knows optim_bits, whatever the optimizer's are."""
 
     _instance = None
 
     def __init__(self):
+        self.initialize()
+
+    def initialize(self):
         self.pid2config, self.module_weight_config_triple = {}, []
 
     @classmethod
@@ -36,11 +39,11 @@ class GlobalOptimManager:
 
     def override_config(self, parameters, key=None, value=None, key_value_dict=None):
         settings = {**({} if key is None else {key: value}), **(key_value_dict or {})}
-        if settings.keys() - {"optim_bits"} or settings.get("optim_bits") != 32:
-            raise ValueError(f"override_config: {settings} was found, and optim_bits=32 is there; other settings belong "
-                             "in a parameter group")
+        if settings.keys() != {"optim_bits"} or settings["optim_bits"] not in (8, 32):
+            raise ValueError(f"override_config: {settings} was found, and optim_bits, 8 or 32, is there; other settings "
+                             "belong in a parameter group")
         for p in parameters if isinstance(parameters, (list, tuple)) else [parameters]:
-            self.pid2config[id(p)] = settings
+            self.pid2config[id(p)] = settings["optim_bits"] == 32
 
     def register_module_override(self, module, param_name, config):
         self.override_config(getattr(module, param_name), key_value_dict=config)
@@ -52,10 +55,10 @@ def _settings(name, rule, bits):
         asked, least = values.pop("optim_bits", 32), values.pop("min_8bit_size")
         if asked not in (32, bits or 8):
             raise ValueError(f"{name}: optim_bits={asked} was found; take {'8 or 32' if bits == 0 else bits}")
-        quantized = (bits or asked) == 8
-        optimizer._bf16_weights = "bf16"
-        m, v = ("dyn8/256", "udyn8/256") if quantized else ("fp32", "fp32")
-        its = dict(m=m, v=v if rule in ("adamw", "ademamix") else None, min_quantized=least if quantized else 0)
+        optimizer._bf16_weights, quantized = "bf16", (bits or asked) == 8
+        some = quantized or False in GlobalOptimManager.get_instance().pid2config.values()
+        m, v = ("dyn8/256", "udyn8/256") if some else ("fp32", "fp32")
+        its = dict(m=m, v=v if rule in ("adamw", "ademamix") else None, min_quantized=least if quantized else sys.maxsize)
         if "momentum" in values:
             its.update(betas=(values.pop("momentum"), 0.0))
         if rule == "ademamix":
@@ -68,7 +71,7 @@ def _settings(name, rule, bits):
 
 
 def _is_small(self, param):
-    return id(param) in GlobalOptimManager.get_instance().pid2config or super(type(self), self)._is_small(param)
+    return GlobalOptimManager.get_instance().pid2config.get(id(param), super(type(self), self)._is_small(param))
 
 
 for _base, (_rule, _signature, _bits_of_all, _paged_of_all) in _FAMILIES.items():
