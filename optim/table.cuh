@@ -56,17 +56,16 @@
 
 // Rules that read whole matrices. Vectors and embeddings need another rule; NON_MATRIX_TENSORS (override.h) gives them
 // adamw.
-#define OPTIM_MATRIX_RULES(ROW)                                                                               \
-    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 0.5, Muon) \
-    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 0.5, NorMuon)                    \
-    ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25,      \
-        LowRank<MATRIX_GALORE>)                                                                               \
-    ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25,            \
-        LowRank<MATRIX_FIRA>)                                                                                 \
-    ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25,     \
-        LowRank<MATRIX_APOLLO>)                                                                               \
-    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 0.25,                    \
-        LowRank<MATRIX_APOLLO_MINI>)                                                                          \
+#define OPTIM_MATRIX_RULES(ROW)                                                                                      \
+    ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 0.5, Muon)        \
+    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 0.5, NorMuon)                           \
+    ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25,             \
+        LowRank<MATRIX_GALORE>)                                                                                      \
+    ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25,                   \
+        LowRank<MATRIX_FIRA>)                                                                                        \
+    ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 4,               \
+        LowRank<MATRIX_APOLLO>)                                                                                      \
+    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 2, LowRank<MATRIX_APOLLO_MINI>) \
     ROW("apollo-factored", "apollo whose v is one number a row times one a column", 0.25, ApolloFactored)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
