@@ -1,6 +1,6 @@
 // The products of Newton-Schulz (optim/matrix/newton_schulz.cuh), most of whose results are symmetric. For each of
 // `batch` matrices, row-major and one after another without gaps:
-//     d = alpha op(a) op(b) + beta c + gamma I          op(a) (rows, depth), op(b) (depth, cols), c and d (rows, cols)
+//     d = alpha a op(b) + beta c + gamma I          a (rows, depth), op(b) (depth, cols), c and d (rows, cols)
 // If the result is symmetric, the elements on and below the diagonal are computed; the others mirror them. The
 // plain C version, in fp32, defines that. On a GPU elements are fp16 and sums fp32.
 //
@@ -24,15 +24,24 @@
 
 struct SymmetricProduct {
     int64_t rows, cols, depth;
-    bool transpose_a, transpose_b;  // the operand lies in memory as (depth, rows) or (cols, depth)
+    bool transpose_b;  // b lies in memory as (cols, depth)
     float alpha, beta, gamma;
     bool symmetric;  // the result is
     int64_t batch;
 };
 
 inline MatmulProduct symmetric_as_plain(const SymmetricProduct* p) {
-    return {p->rows, p->cols,  p->depth,           p->transpose_a,     p->transpose_b,   p->alpha,
-            p->beta, p->batch, p->rows * p->depth, p->depth * p->cols, p->rows * p->cols};
+    return {p->rows,
+            p->cols,
+            p->depth,
+            false,
+            p->transpose_b,
+            p->alpha,
+            p->beta,
+            p->batch,
+            p->rows * p->depth,
+            p->depth * p->cols,
+            p->rows * p->cols};
 }
 
 inline void symmetric_product_cpu(const SymmetricProduct* p, float* d, const float* a, const float* b, const float* c) {
@@ -114,7 +123,7 @@ __device__ __forceinline__ int sp_steps(const SymmetricLaunch& l) {
 }
 
 // One thread loads the operands of all tiles of this block, stage after stage.
-template <int A_MN, int B_MN>
+template <int B_MN>
 __device__ __forceinline__ void sp_produce(const GemmStages<SP_STAGES>& stages, const SymmetricLaunch& l) {
     Ring<SP_STAGES> ring = {0, 1};  // the stages begin empty
     const int steps = sp_steps(l);
@@ -122,8 +131,8 @@ __device__ __forceinline__ void sp_produce(const GemmStages<SP_STAGES>& stages, 
         const SymmetricTile tile = symmetric_tile(index, l.shape);
         for (int k = 0; k < steps; k++, ring.advance()) {
             barrier_wait(stages.empty(ring.stage), ring.parity);
-            gemm_load_step<A_MN, B_MN, SP_HALF>(stages.at(ring.stage), stages.full(ring.stage), &l.a, &l.b, tile.row,
-                                                tile.column, tile.matrix, k, tile.half ? SP_HALF : SP_COLUMNS);
+            gemm_load_step<0, B_MN, SP_HALF>(stages.at(ring.stage), stages.full(ring.stage), &l.a, &l.b, tile.row,
+                                             tile.column, tile.matrix, k, tile.half ? SP_HALF : SP_COLUMNS);
         }
     }
 }
@@ -204,17 +213,17 @@ __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
     }
 }
 
-// gemm_product calls chunk between the steps of a tile. Only products of K-major operands may have c.
-template <int A, int B, int WIDTH>
+// gemm_product calls chunk between the steps of a tile. Only products with b transposed may have c.
+template <int B, int WIDTH>
 struct SymmetricUser {
     using T = __half;
     using Work = SymmetricWork;
-    static constexpr int A_MN = A, B_MN = B, COLUMNS = WIDTH, EVERY = GEMM_CHUNKS;
+    static constexpr int A_MN = 0, B_MN = B, COLUMNS = WIDTH, EVERY = GEMM_CHUNKS;
 
     template <int C, bool LAST>
     static __device__ __forceinline__ void chunk(Work& w, int) {
         sp_deliver<C>(w);
-        if constexpr (!A_MN && !B_MN && !LAST) sp_fetch<C>(w);
+        if constexpr (!B_MN && !LAST) sp_fetch<C>(w);
     }
 };
 
@@ -282,7 +291,7 @@ __device__ __forceinline__ void sp_pass(Gemm<SP_STAGES>& g, int steps) {
 }
 
 // A warpgroup: its 64 rows of all tiles of this block.
-template <int A_MN, int B_MN>
+template <int B_MN>
 __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
     const SymmetricLaunch& l = *w.launch;
     const int steps = sp_steps(l);
@@ -293,19 +302,19 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
             continue;
         }
         if (w.tile.half)
-            gemm_product<SymmetricUser<A_MN, B_MN, SP_HALF>>(w, steps);
+            gemm_product<SymmetricUser<B_MN, SP_HALF>>(w, steps);
         else
-            gemm_product<SymmetricUser<A_MN, B_MN, SP_COLUMNS>>(w, steps);
-        sp_finish<!A_MN && !B_MN>(w);
+            gemm_product<SymmetricUser<B_MN, SP_COLUMNS>>(w, steps);
+        sp_finish<!B_MN>(w);
     }
-    gemm_deliver_last<SymmetricUser<A_MN, B_MN, SP_COLUMNS>>(w);
+    gemm_deliver_last<SymmetricUser<B_MN, SP_COLUMNS>>(w);
 }
 
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
 // GEMM_MIN_DEPTH. Deterministic.
-template <int A_MN, int B_MN>
+template <int B_MN>
 __global__ void __launch_bounds__(384, 1) symmetric_product_kernel(const __grid_constant__ SymmetricLaunch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char symmetric_shared[];
@@ -316,7 +325,7 @@ __global__ void __launch_bounds__(384, 1) symmetric_product_kernel(const __grid_
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_shrink<24>();  // a block has 168 x 384 registers, which are 24 x 128 + 240 x 256
-        if (warp == 0 && is_elected()) sp_produce<A_MN, B_MN>(stages, launch);
+        if (warp == 0 && is_elected()) sp_produce<B_MN>(stages, launch);
         if (warp == 1 || warp == 2) sp_send(shared, launch, warp - 1);
         return;
     }
@@ -329,7 +338,7 @@ __global__ void __launch_bounds__(384, 1) symmetric_product_kernel(const __grid_
     w.place = panel + panel_offset(warp % 4 * 16 + w.gemm.lane % 16, w.gemm.lane / 16);
     w.mirror_place = panel + SP_PANEL_BYTES +
                      panel_offset(w.gemm.lane / 16 * 8 + w.gemm.lane % 8, warp % 4 * 2 + w.gemm.lane / 8 % 2);
-    sp_consume<A_MN, B_MN>(w);
+    sp_consume<B_MN>(w);
 #else
     (void)launch;
 #endif
@@ -347,11 +356,10 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 // True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
 // may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
-    return hopper_runs(dev, symmetric_product_kernel<0, 0>) && dev->shared_memory >= SP_SHARED_BYTES &&
-           p->cols % 8 == 0 && p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH &&
-           p->depth < 1 << 20 && p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
-           !(p->transpose_a && p->transpose_b) &&
-           (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
+    return hopper_runs(dev, symmetric_product_kernel<0>) && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
+           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 &&
+           p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
+           (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : p->transpose_b);
 }
 
 inline void symmetric_product_library(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a,
@@ -369,20 +377,17 @@ inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __ha
                               const __half* c) {
     if (p->batch == 0) return;
     if (!symmetric_product_fits(dev, p)) return symmetric_product_library(dev, p, d, a, b, c);
-    const bool a_mn = p->transpose_a, b_mn = !p->transpose_b;
     // Maps of bf16: TMA moves two bytes an element, whatever they mean, and writes zeros past the end.
-    const SymmetricLaunch launch = {
-        tensor_map(a, p->batch, a_mn ? p->depth : p->rows, a_mn ? p->rows : p->depth, a_mn ? GEMM_DEPTH : SP_ROWS),
-        tensor_map(b, p->batch, b_mn ? p->depth : p->cols, b_mn ? p->cols : p->depth, b_mn ? GEMM_DEPTH : SP_HALF),
-        tensor_map(d, p->batch, p->rows, p->cols, 64),
-        symmetric_shape(p),
-        p->alpha,
-        p->beta,
-        p->gamma,
-        p->beta != 0.0f ? c : nullptr};
-    const auto kernel = a_mn   ? symmetric_product_kernel<1, 1>
-                        : b_mn ? symmetric_product_kernel<0, 1>
-                               : symmetric_product_kernel<0, 0>;
+    const SymmetricLaunch launch = {tensor_map(a, p->batch, p->rows, p->depth, SP_ROWS),
+                                    p->transpose_b ? tensor_map(b, p->batch, p->cols, p->depth, SP_HALF)
+                                                   : tensor_map(b, p->batch, p->depth, p->cols, GEMM_DEPTH),
+                                    tensor_map(d, p->batch, p->rows, p->cols, 64),
+                                    symmetric_shape(p),
+                                    p->alpha,
+                                    p->beta,
+                                    p->gamma,
+                                    p->beta != 0.0f ? c : nullptr};
+    const auto kernel = p->transpose_b ? symmetric_product_kernel<0> : symmetric_product_kernel<1>;
     const int tiles = launch.shape.tiles, blocks = tiles < dev->sm_count ? tiles : dev->sm_count;
     launch_kernel(dev, kernel, (unsigned)blocks, 384, SP_SHARED_BYTES, launch);
 }

@@ -9,6 +9,7 @@
 constexpr int MAX_MATRICES = 65535;  // of a chunk: the largest y dimension of a grid
 constexpr int SLICES = 16;           // of a matrix; the sums of their squares are added in order
 constexpr float NORM_EPS = 1e-7f;
+constexpr int64_t BATCH_BYTES = 1 << 29;  // of the products' buffers of a batch, unless one matrix needs more
 
 // Pads a dimension to a multiple of 8, which products in fp16 need. The padding is zero and stays zero.
 static int64_t padded(int64_t n) {
@@ -17,15 +18,24 @@ static int64_t padded(int64_t n) {
 
 // The plan.
 
-static int compare_shapes(const void* a, const void* b) {
-    const Matrix *x = (const Matrix*)a, *y = (const Matrix*)b;
-    if (x->rows != y->rows) return x->rows < y->rows ? -1 : 1;
-    if (x->cols != y->cols) return x->cols < y->cols ? -1 : 1;
-    return x->at < y->at ? -1 : x->at > y->at;
+// A matrix's shape for Newton-Schulz, which transposes it if it is tall.
+static int shorter_side(const Matrix* m) {
+    return m->rows < m->cols ? m->rows : m->cols;
+}
+
+static int longer_side(const Matrix* m) {
+    return m->rows > m->cols ? m->rows : m->cols;
 }
 
 static bool same_shape(const Matrix* a, const Matrix* b) {
-    return a->rows == b->rows && a->cols == b->cols;
+    return shorter_side(a) == shorter_side(b) && longer_side(a) == longer_side(b);
+}
+
+static int compare_shapes(const void* a, const void* b) {
+    const Matrix *x = (const Matrix*)a, *y = (const Matrix*)b;
+    if (same_shape(x, y)) return x->at < y->at ? -1 : x->at > y->at;
+    const int difference = shorter_side(x) - shorter_side(y);
+    return difference != 0 ? difference : longer_side(x) - longer_side(y);
 }
 
 static int64_t larger(int64_t a, int64_t b) {
@@ -43,16 +53,18 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
     int64_t work = 0, sums = 0;  // of a batch
     for (int i = first; i < plan->matrices; i++) {
         const Matrix* matrix = &plan->matrix[i];
-        if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0}, work = sums = 0;
-        MatrixBatch* batch = &plan->batch[plan->batches - 1];
-        batch->count++;
-        const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
+        const int64_t side = shorter_side(matrix), length = longer_side(matrix);
+        const int64_t of_sides = polar_squares(padded(side), padded(length)) * padded(side) * padded(side);
+        const int64_t bytes = (2 * padded(side) * padded(length) + of_sides) * (int64_t)sizeof(uint16_t);
+        const bool full = plan->low == 0 && work + bytes > BATCH_BYTES;
+        if (i == first || !same_shape(matrix, matrix - 1) || full)
+            plan->batch[plan->batches++] = {i, 0}, work = sums = 0;
+        plan->batch[plan->batches - 1].count++;
         if (plan->low > 0) continue;  // low_place has counted its buffers
-        const int64_t of_sides = polar_squares(padded(rows), padded(cols)) * padded(side) * padded(side);
-        work += (2 * padded(rows) * padded(cols) + of_sides) * (int64_t)sizeof(uint16_t);
-        sums += (SLICES + 2 * rows + 1) * (int64_t)sizeof(float);
+        work += bytes;
+        sums += (SLICES + 2 * length + 1) * (int64_t)sizeof(float);
         // The CPU takes one matrix at a time, in fp32 and without sums.
-        const int64_t alone = 2 * (rows * cols + side * side) * (int64_t)sizeof(float);
+        const int64_t alone = 2 * (side * length + side * side) * (int64_t)sizeof(float);
         plan->work = larger(plan->work, dev->gpu ? work : alone);
         plan->sums = dev->gpu ? larger(plan->sums, sums) : 0;
     }
@@ -66,8 +78,7 @@ static void low_place(const Device* dev, const Plan* plan, int index, int tensor
     const LaunchPlan* launch = &plan->launch[index];
     const OptimTensor* kept = plan->kept[tensor];
     const LowShape shape = low_shape(&launch->config, matrix->rows, matrix->cols);
-    const int64_t side = matrix->rows < matrix->cols ? matrix->rows : matrix->cols,
-                  length = matrix->rows + matrix->cols - side;
+    const int64_t side = shorter_side(matrix), length = longer_side(matrix);
     matrix->low = kept[SLOT_M].offset - chunk->low_begin + part * shape.rows * shape.cols;
     matrix->basis = kept[SLOT_BASIS].offset - launch->kept[SLOT_BASIS].begin + part * shape.basis;
     const int64_t parts = dev->gpu ? side * length + shape.rank * length : 0;
@@ -232,11 +243,11 @@ static double sum_of_squares(const float* x, int64_t n) {
     return sum;
 }
 
-// Updates NorMuon's v of the rows of x, and divides each row by its root.
-static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const float* now, float* next) {
+// Updates NorMuon's v of the rows of u, and divides each row by its root.
+static void rows_cpu(const OptimConfig* config, const Matrix* m, float* u, const float* now, float* next) {
     const float one_minus_beta2 = (float)(1.0 - (double)config->beta2);
     for (int64_t i = 0; i < m->rows; i++) {
-        float* row = x + i * m->cols;
+        float* row = u + i * m->cols;
         const float mean = (float)(sum_of_squares(row, m->cols) / m->cols);
         next[m->row + i] = canonical(exact_fma(one_minus_beta2, exact_add(mean, -now[m->row + i]), now[m->row + i]));
         const float factor = 1.0f / (sqrtf(next[m->row + i]) + config->eps);
@@ -246,58 +257,98 @@ static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const
 
 static void update_cpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const Matrix* m,
                        const float* now, float* next) {
-    const int64_t size = (int64_t)m->rows * m->cols, side = m->rows < m->cols ? m->rows : m->cols;
+    const int64_t side = shorter_side(m), length = longer_side(m), size = side * length;
+    // Element (row, col) of u is number row * down + col * right of X.
+    const bool tall = m->rows > m->cols;
+    const int64_t down = tall ? 1 : length, right = tall ? length : 1;
     float *u = work->scratch + m->at, *x = (float*)work->work, *y = x + size, *a = y + size, *b = a + side * side;
     const float inverse = 1.0f / ((float)sqrt(sum_of_squares(u, size)) + NORM_EPS);
-    for (int64_t i = 0; i < size; i++) x[i] = u[i] * inverse;
-    x = newton_schulz_plain<float>(dev, config, x, y, a, b, m->rows, m->cols, 1);
-    float factor = 0.2f * sqrtf((float)(m->rows > m->cols ? m->rows : m->cols));
+    for (int64_t i = 0; i < size; i++) x[i / m->cols * down + i % m->cols * right] = u[i] * inverse;
+    x = newton_schulz_plain<float>(dev, config, x, y, a, b, side, length, 1);
+    for (int64_t i = 0; i < size; i++) u[i] = x[i / m->cols * down + i % m->cols * right];
+    float factor = 0.2f * sqrtf((float)length);
     if (by_rows(config)) {
-        rows_cpu(config, m, x, now, next);
-        factor = 0.2f * sqrtf((float)size) / ((float)sqrt(sum_of_squares(x, size)) + NORM_EPS);
+        rows_cpu(config, m, u, now, next);
+        factor = 0.2f * sqrtf((float)size) / ((float)sqrt(sum_of_squares(u, size)) + NORM_EPS);
     }
-    for (int64_t i = 0; i < size; i++) u[i] = x[i] * factor;
+    for (int64_t i = 0; i < size; i++) u[i] *= factor;
 }
 
 // Part 2 on a GPU.
 #ifdef __CUDACC__
+// Matrices of one shape. X of a matrix has `side` rows and `length` columns, padded.
 struct BatchArguments {
     const Matrix* matrix;  // (count)
     float* scratch;
-    int rows, cols, padded_rows, padded_cols;
+    int side, length, padded_side, padded_length;
     float* slices;   // (count, SLICES)
-    float* factors;  // (count, rows): of each row
-    float* squares;  // (count, rows): sum of the squares of each row of Y
+    float* factors;  // (count, length): of each row of the matrix
+    float* squares;  // (count, length): sum of the squares of each row of Y
     float* norms;    // (count): 0.2 sqrt(R C) / ||Y||
 };
 
-static dim3 batch_grid(const BatchArguments* batch, int count) {
-    const int64_t blocks = ceil_div((int64_t)batch->padded_rows * batch->padded_cols, 256 * 8);
-    return dim3((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
+constexpr int PART = 64;  // rows and columns of what a block moves between a matrix and X
+
+static dim3 parts_grid(const BatchArguments* batch, int count) {
+    return dim3((unsigned)(ceil_div(batch->padded_side, PART) * ceil_div(batch->padded_length, PART)), (unsigned)count);
 }
 
-// grid (SLICES, count), block 256; deterministic.
+// The first element of a block's part, in a matrix and in its X.
+struct PartPlace {
+    int row, col, x_row, x_col;
+    bool tall;
+};
+
+__device__ __forceinline__ PartPlace part_place(const BatchArguments& batch, const Matrix& m) {
+    const int across = (batch.padded_length + PART - 1) / PART;
+    const int row = (int)blockIdx.x / across * PART, col = (int)blockIdx.x % across * PART;
+    const bool tall = m.rows > m.cols;
+    return {tall ? col : row, tall ? row : col, row, col, tall};
+}
+
+// A thread adds every 4096th square in order, and has eight loads in flight. grid (SLICES, count), block 256;
+// deterministic.
 __global__ void __launch_bounds__(256) matrix_norm_kernel(BatchArguments batch) {
     const float* u = batch.scratch + batch.matrix[blockIdx.y].at;
-    const int64_t size = (int64_t)batch.rows * batch.cols;
+    const int64_t size = (int64_t)batch.side * batch.length;
+    constexpr int EIGHT = 8, STRIDE = 256 * SLICES;
     float sum = 0.0f;
-    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * SLICES) sum = exact_fma(u[i], u[i], sum);
+    int64_t i = blockIdx.x * 256 + threadIdx.x;
+    for (; i + (EIGHT - 1) * STRIDE < size; i += EIGHT * STRIDE) {
+        float x[EIGHT];
+#pragma unroll
+        for (int k = 0; k < EIGHT; k++) x[k] = u[i + k * STRIDE];
+#pragma unroll
+        for (int k = 0; k < EIGHT; k++) sum = exact_fma(x[k], x[k], sum);
+    }
+    for (; i < size; i += STRIDE) sum = exact_fma(u[i], u[i], sum);
     sum = block_sum(sum);
     if (threadIdx.x == 0) batch.slices[blockIdx.y * SLICES + blockIdx.x] = sum;
 }
 
-// Writes POLAR_SCALE X, padded. grid (any, count), block 256; deterministic.
+// Writes POLAR_SCALE X, padded. grid parts_grid, block 256; deterministic.
 __global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, __half* x) {
-    const float* u = batch.scratch + batch.matrix[blockIdx.y].at;
-    const int64_t size = (int64_t)batch.padded_rows * batch.padded_cols;
+    __shared__ float part[PART][PART + 1];
+    const Matrix& m = batch.matrix[blockIdx.y];
+    const PartPlace at = part_place(batch, m);
+    const float* u = batch.scratch + m.at;
     float sum = 0.0f;
     for (int s = 0; s < SLICES; s++) sum += batch.slices[blockIdx.y * SLICES + s];
     const float inverse = POLAR_SCALE / (exact_sqrt(sum) + NORM_EPS);
-    x += blockIdx.y * size;
-    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * (int64_t)gridDim.x) {
-        const int row = (int)(i / batch.padded_cols), col = (int)(i % batch.padded_cols);
-        const bool inside = row < batch.rows && col < batch.cols;
-        x[i] = __float2half_rn(inside ? u[(int64_t)row * batch.cols + col] * inverse : 0.0f);
+#pragma unroll
+    for (int k = 0; k < PART * PART; k += 256) {
+        const int row = (k + threadIdx.x) / PART, col = threadIdx.x % PART;
+        const bool inside = at.row + row < m.rows && at.col + col < m.cols;
+        part[row][col] = inside ? u[(int64_t)(at.row + row) * m.cols + at.col + col] * inverse : 0.0f;
+    }
+    __syncthreads();
+    x += blockIdx.y * (int64_t)batch.padded_side * batch.padded_length;
+#pragma unroll
+    for (int k = 0; k < PART * PART / 2; k += 256) {
+        const int row = (k + threadIdx.x) / (PART / 2), col = threadIdx.x % (PART / 2) * 2;
+        if (at.x_row + row >= batch.padded_side || at.x_col + col >= batch.padded_length) continue;
+        *(__half2*)(x + (int64_t)(at.x_row + row) * batch.padded_length + at.x_col + col) = __floats2half2_rn(
+            at.tall ? part[col][row] : part[row][col], at.tall ? part[col + 1][row] : part[row][col + 1]);
     }
 }
 
@@ -305,42 +356,60 @@ __global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, 
 __global__ void __launch_bounds__(256) matrix_rows_kernel(BatchArguments batch, const __half* x, const float* now,
                                                           float* next, float one_minus_beta2, float eps) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= batch.rows) return;
-    x += ((int64_t)blockIdx.y * batch.padded_rows + row) * batch.padded_cols;
+    const Matrix& m = batch.matrix[blockIdx.y];
+    if (row >= m.rows) return;
+    const bool tall = m.rows > m.cols;
+    x += blockIdx.y * (int64_t)batch.padded_side * batch.padded_length +
+         (tall ? row : (int64_t)row * batch.padded_length);
     float sum = 0.0f;
-    for (int i = lane; i < batch.cols; i += 32) {
-        const float value = __half2float(x[i]) / POLAR_SCALE;
+    for (int i = lane; i < m.cols; i += 32) {
+        const float value = __half2float(x[tall ? (int64_t)i * batch.padded_length : i]) / POLAR_SCALE;
         sum = exact_fma(value, value, sum);
     }
     sum = warp_sum(sum);
     if (lane != 0) return;
-    const int64_t i = batch.matrix[blockIdx.y].row + row;
-    const float mean = sum / (float)batch.cols;
+    const int64_t i = m.row + row;
+    const float mean = sum / (float)m.cols;
     next[i] = canonical(exact_fma(one_minus_beta2, exact_add(mean, -now[i]), now[i]));
     const float factor = 1.0f / (exact_sqrt(next[i]) + eps);
-    batch.factors[blockIdx.y * batch.rows + row] = factor;
-    batch.squares[blockIdx.y * batch.rows + row] = factor * factor * sum;
+    batch.factors[blockIdx.y * batch.length + row] = factor;
+    batch.squares[blockIdx.y * batch.length + row] = factor * factor * sum;
 }
 
 // grid (count), block 256; deterministic.
 __global__ void __launch_bounds__(256) matrix_rows_norm_kernel(BatchArguments batch) {
     float sum = 0.0f;
-    for (int i = threadIdx.x; i < batch.rows; i += 256) sum += batch.squares[blockIdx.x * batch.rows + i];
+    const int rows = batch.matrix[blockIdx.x].rows;
+    for (int i = threadIdx.x; i < rows; i += 256) sum += batch.squares[blockIdx.x * batch.length + i];
     sum = block_sum(sum);
-    const float size = (float)batch.rows * (float)batch.cols;
+    const float size = (float)batch.side * (float)batch.length;
     if (threadIdx.x == 0) batch.norms[blockIdx.x] = 0.2f * exact_sqrt(size) / (exact_sqrt(sum) + NORM_EPS);
 }
 
-// Writes U; `factor` is 0 where each row has its own. grid (any, count), block 256; deterministic.
+// Writes U; `factor` is 0 where each row has its own. grid parts_grid, block 256; deterministic.
 __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch, const __half* x, float factor) {
-    float* u = batch.scratch + batch.matrix[blockIdx.y].at;
-    const int64_t size = (int64_t)batch.rows * batch.cols;
-    x += (int64_t)blockIdx.y * batch.padded_rows * batch.padded_cols;
-    for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < size; i += 256 * (int64_t)gridDim.x) {
-        const int row = (int)(i / batch.cols), col = (int)(i % batch.cols);
+    __shared__ float part[PART][PART + 1];  // of X
+    const Matrix& m = batch.matrix[blockIdx.y];
+    const PartPlace at = part_place(batch, m);
+    x += blockIdx.y * (int64_t)batch.padded_side * batch.padded_length;
+#pragma unroll
+    for (int k = 0; k < PART * PART / 2; k += 256) {
+        const int row = (k + threadIdx.x) / (PART / 2), col = threadIdx.x % (PART / 2) * 2;
+        if (at.x_row + row >= batch.padded_side || at.x_col + col >= batch.padded_length) continue;
+        const float2 pair =
+            __half22float2(*(const __half2*)(x + (int64_t)(at.x_row + row) * batch.padded_length + at.x_col + col));
+        part[row][col] = pair.x / POLAR_SCALE, part[row][col + 1] = pair.y / POLAR_SCALE;
+    }
+    __syncthreads();
+    float* u = batch.scratch + m.at;
+#pragma unroll
+    for (int k = 0; k < PART * PART; k += 256) {
+        const int row = (k + threadIdx.x) / PART, col = threadIdx.x % PART;
+        if (at.row + row >= m.rows || at.col + col >= m.cols) continue;
         float of_row = factor;
-        if (factor == 0.0f) of_row = batch.norms[blockIdx.y] * batch.factors[blockIdx.y * batch.rows + row];
-        u[i] = __half2float(x[(int64_t)row * batch.padded_cols + col]) / POLAR_SCALE * of_row;
+        if (factor == 0.0f)
+            of_row = batch.norms[blockIdx.y] * batch.factors[blockIdx.y * (int64_t)batch.length + at.row + row];
+        u[(int64_t)(at.row + row) * m.cols + at.col + col] = (at.tall ? part[col][row] : part[row][col]) * of_row;
     }
 }
 
@@ -348,32 +417,26 @@ __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch
 static BatchArguments batch_begin(const Device* dev, const MatrixWork* work, const MatrixBatch* batch, float* sums,
                                   __half* x) {
     const Matrix* first = &work->plan.matrix[batch->first];
-    const int rows = first->rows, cols = first->cols, count = batch->count;
-    float *factors = sums + count * SLICES, *squares = factors + (int64_t)count * rows;
+    const int side = shorter_side(first), length = longer_side(first), count = batch->count;
+    float *factors = sums + count * SLICES, *squares = factors + (int64_t)count * length;
     const BatchArguments arguments = {
-        work->matrix + batch->first, work->scratch, rows,    cols,    (int)padded(rows),
-        (int)padded(cols),           sums,          factors, squares, squares + (int64_t)count * rows};
-    matrix_norm_kernel<<<dim3(SLICES, (unsigned)count), 256, 0, dev->stream>>>(arguments);
-    check_launch();
-    matrix_pack_kernel<<<batch_grid(&arguments, count), 256, 0, dev->stream>>>(arguments, x);
-    check_launch();
+        work->matrix + batch->first, work->scratch, side,    length,  (int)padded(side),
+        (int)padded(length),         sums,          factors, squares, squares + (int64_t)count * length};
+    launch_kernel(dev, matrix_norm_kernel, dim3(SLICES, (unsigned)count), 256, 0, arguments);
+    launch_kernel(dev, matrix_pack_kernel, parts_grid(&arguments, count), 256, 0, arguments, x);
     return arguments;
 }
 
 static void batch_end(const Device* dev, const OptimConfig* config, const BatchArguments* batch, int count,
                       const __half* x, const float* now, float* next) {
-    const int rows = batch->rows, cols = batch->cols;
-    float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
+    float factor = 0.2f * sqrtf((float)batch->length);
     if (by_rows(config)) {
-        matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(
-            *batch, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
-        check_launch();
-        matrix_rows_norm_kernel<<<(unsigned)count, 256, 0, dev->stream>>>(*batch);
-        check_launch();
+        launch_kernel(dev, matrix_rows_kernel, dim3((unsigned)ceil_div(batch->length, 8), (unsigned)count), 256, 0,
+                      *batch, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
+        launch_kernel(dev, matrix_rows_norm_kernel, (unsigned)count, 256, 0, *batch);
         factor = 0.0f;
     }
-    matrix_unpack_kernel<<<batch_grid(batch, count), 256, 0, dev->stream>>>(*batch, x, factor);
-    check_launch();
+    launch_kernel(dev, matrix_unpack_kernel, parts_grid(batch, count), 256, 0, *batch, x, factor);
 }
 
 // Returns the matrices of a batch that lie in the range.
@@ -391,8 +454,8 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
         const MatrixBatch batch = batch_within(&work->plan, batches[i], range);
         if (batch.count == 0) continue;
         const BatchArguments of = batch_begin(dev, work, &batch, work->sums, at);
-        const int64_t rows = of.padded_rows, cols = of.padded_cols, size = rows * cols * batch.count;
-        const PolarBatch polar = {at, at + size, at + 2 * size, rows, cols, batch.count};
+        const int64_t size = (int64_t)of.padded_side * of.padded_length * batch.count;
+        const PolarBatch polar = {at, at + size, at + 2 * size, of.padded_side, of.padded_length, batch.count};
         batch_end(dev, config, &of, (int)batch.count, newton_schulz_gpu(dev, config, &polar), now, next);
     }
 }

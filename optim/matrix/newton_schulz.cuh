@@ -1,6 +1,6 @@
 // The Newton-Schulz iteration for matrices of one shape. It turns X, of norm 1, into nearly its orthogonal factor: each
-// step maps the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. Below, X has m rows, the
-// shorter side, and n columns. A tall matrix has X^T X in place of X X^T, and factors on its right.
+// step maps the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. X has m rows and n columns,
+// and m <= n: the caller transposes a tall matrix.
 //
 // The plain form, the definition, in any type:
 //     A = X X^T;  B = b A + c A^2;  X = a X + B X                                  4 m^2 n + 2 m^3 flop a step
@@ -23,52 +23,49 @@
 constexpr float POLAR_SCALE = 16.0f;  // of X in fp16
 constexpr int POLAR_FIRST = 2, POLAR_NEXT = 3;
 
-// Runs the plain form on `count` matrices of `rows` x `cols`, one after another, in x. y has room for as many, and `a`
-// and `b` each for `count` squares of the shorter side. Returns where the result is: x or y.
+// Runs the plain form on `count` matrices of m x n, one after another, in x. y has room for as many, and `a` and `b`
+// each for `count` squares of side m. Returns where the result is: x or y.
 template <class T>
-T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t rows, int64_t cols,
+T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t m, int64_t n,
                        int64_t count) {
-    const bool tall = rows > cols;
-    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
+    const int64_t size = m * n, square = m * m;
     for (int step = 0; step < config->ns_steps; step++) {
         NewtonSchulz c;
         newton_schulz_coefficients(config->ns_coefficients, step, &c);
-        const MatmulProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, count, size, size, square};
+        const MatmulProduct gram = {m, m, n, false, true, 1.0f, 0.0f, count, size, size, square};
         matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
-        const MatmulProduct square_of = {side, side, side, false, false, c.c, c.b, count, square, square, square};
+        const MatmulProduct square_of = {m, m, m, false, false, c.c, c.b, count, square, square, square};
         matmul_product<T, T>(dev, &square_of, b, a, a, a);
-        const MatmulProduct next = {
-            rows, cols, side, false, false, 1.0f, c.a, count, tall ? size : square, tall ? square : size, size};
-        matmul_product<T, T>(dev, &next, y, tall ? x : b, tall ? b : x, x);
+        const MatmulProduct next = {m, n, m, false, false, 1.0f, c.a, count, square, size, size};
+        matmul_product<T, T>(dev, &next, y, b, x, x);
         T* other = x;
         x = y, y = other;
     }
     return x;
 }
 
-// Returns how many squares of the shorter side the symmetric form needs for each matrix. R of a square matrix lies in
-// the memory of the next X, since nothing needs R by then.
-inline int64_t polar_squares(int64_t rows, int64_t cols) {
-    return rows == cols ? 1 : 4;
+// Returns how many squares of side m the symmetric form needs for each matrix. R of a square matrix lies in the memory
+// of the next X, since nothing needs R by then.
+inline int64_t polar_squares(int64_t m, int64_t n) {
+    return m == n ? 1 : 4;
 }
 
-// Runs the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; x holds X times `scale`.
+// Runs the symmetric form. `squares` has room for polar_squares(m, n) count squares; x holds X times `scale`.
 // `gram_form`: R serves several steps; false for square matrices. product(SymmetricProduct, d, a, b, c) makes a
 // product.
 template <class T, class Product>
-T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t rows,
-                           int64_t cols, int64_t count, float scale, bool gram_form) {
-    const bool tall = rows > cols;
-    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, steps = config->ns_steps;
+T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t m, int64_t n,
+                           int64_t count, float scale, bool gram_form) {
+    const int64_t steps = config->ns_steps;
     const float scale2 = scale * scale;
-    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, count};
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
-    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, count};
-    const int64_t square = side * side * count;
+    const SymmetricProduct gram = {m, m, n, true, 1.0f, 0.0f, 0.0f, true, count};
+    const SymmetricProduct multiply = {m, m, m, true, 1.0f, 0.0f, 0.0f, true, count};
+    const SymmetricProduct apply = {m, n, m, false, 1.0f, 0.0f, 0.0f, false, count};
+    const int64_t square = m * m * count;
     for (int64_t step = 0, until = 0; step < steps;) {
         until += !gram_form ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
         until = until < steps ? until : steps;
-        T *r = rows == cols ? y : squares, *z = rows == cols ? squares : r + square;
+        T *r = m == n ? y : squares, *z = m == n ? squares : r + square;
         T *t = z + square, *q = t + square;  // used by the Gram form only
         product(&gram, r, x, x, nullptr);
         for (bool first = true; step < until; step++, first = false) {
@@ -86,7 +83,7 @@ T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* 
             q = first ? z : t;
             (first ? z : t) = old;
         }
-        product(&apply, y, tall ? x : q, tall ? q : x, nullptr);
+        product(&apply, y, q, x, nullptr);
         T* other = x;
         x = y, y = other;
     }
@@ -94,22 +91,21 @@ T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* 
 }
 
 #ifdef __CUDACC__
-// Matrices of one shape, with the buffers of newton_schulz_symmetric.
+// `count` matrices of m x n, with the buffers of newton_schulz_symmetric.
 struct PolarBatch {
     __half *x, *y, *squares;
-    int64_t rows, cols, count;
+    int64_t m, n, count;
 };
 
 // Runs the symmetric form on a GPU in fp16. Returns where the result is: x or y. The shape alone decides how the
 // products are made.
 inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, const PolarBatch* of) {
-    const int64_t side = of->rows < of->cols ? of->rows : of->cols;
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
-    const bool gram_form = of->rows != of->cols && symmetric_product_fits(dev, &multiply);
+    const SymmetricProduct multiply = {of->m, of->m, of->m, true, 1.0f, 0.0f, 0.0f, true, of->count};
+    const bool gram_form = of->m != of->n && symmetric_product_fits(dev, &multiply);
     const auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
         symmetric_product(dev, p, d, a, b, c);
     };
-    return newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->rows, of->cols, of->count,
+    return newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->m, of->n, of->count,
                                            POLAR_SCALE, gram_form);
 }
 #endif
