@@ -82,10 +82,19 @@ inline double copy_rate(const Device* dev, void* to, const void* from, int64_t b
     return 2.0 * (double)bytes / (1e-3 * ms);
 }
 
+// Uniform values in [-scale, scale). Grid ceil(n / 256), block 256.
+__global__ static void fill_kernel(bf16* to, int64_t n, float scale, uint32_t seed) {
+    const int64_t i = blockIdx.x * 256ll + threadIdx.x;
+    if (i >= n) return;
+    uint64_t z = ((uint64_t)seed << 40 | (uint64_t)(i + 1)) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    to[i] = __float2bfloat16(scale * ((float)(z >> 40) / 8388608.0f - 1.0f));
+}
+
 // n values on the device, uniform in [-scale, scale).
 inline bf16* filled(Room* room, int64_t n, float scale, uint32_t seed) {
     bf16* values = room->device<bf16>(n);
-    matmul_fill(room->dev, values, n, scale, seed);
+    launch_kernel(room->dev, fill_kernel, (unsigned)ceil_div(n, 256), 256, 0, values, n, scale, seed);
     return values;
 }
 
