@@ -8,9 +8,9 @@
 //     X = u / (||u|| + 1e-7);  each step:  A = X X^T;  B = b A + c A^2;  X = a X + B X      (Newton-Schulz)
 //     U = 0.2 sqrt(max(R, C)) X
 // X ends near the orthogonal factor of u: all its singular values lie near 1. A tall matrix (R > C) is
-// transposed before and after. The factor 0.2 sqrt(max) is Moonshot's (arXiv 2502.16982): it gives U the size of an adamw update, so that
-// matrices and the tensors left to adamw share one learning rate and one decay. NorMuon (arXiv 2510.05491) keeps a v
-// for each row:
+// transposed before and after. The factor 0.2 sqrt(max) is Moonshot's (arXiv 2502.16982): it gives U the size of an
+// adamw update, so that matrices and the tensors left to adamw share one learning rate and one decay. NorMuon (arXiv
+// 2510.05491) keeps a v for each row:
 //     v_i = v_i + (1 - beta2) (mean over row i of X^2 - v_i);   Y_i = X_i / (sqrt(v_i) + eps)
 //     U = 0.2 sqrt(R C) Y / ||Y||
 // A tensor of several stacked matrices (GPT-2's queries, keys and values) counts as that many matrices, as in the
@@ -23,11 +23,10 @@
 // beside it, so the same device gives the same bits for any number of ranks and chunks.
 //
 // Memory: tensors are taken in chunks of about 3 x 2^25 elements, 4 bytes of the scratch each; steps by parts (model/)
-// take chunks of a layer. A launch makes one product of a batch: matrices of one shape or its transpose, with buffers of
-// at most 512 MB or what one matrix needs. So the buffers do not grow with the number of layers: 0.9 GB for GPT-2 124M
-// and for 1558M. The CPU takes one matrix at a time and needs buffers for the largest one only.
-// Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, with m the shorter side, and a sixth more for whole
-// tiles.
+// take chunks of a layer. A launch makes one product of a batch: matrices of one shape or its transpose, with buffers
+// of at most 512 MB or what one matrix needs. So the buffers do not grow with the number of layers: 0.9 GB for GPT-2
+// 124M and for 1558M. The CPU takes one matrix at a time and needs buffers for the largest one only. Cost: 20 m^3 flop
+// of a square matrix, 14 m^3 + 6 m^2 n of others, with m the shorter side, and a sixth more for whole tiles.
 #pragma once
 #include "../plan.h"
 #include "../storage.h"
