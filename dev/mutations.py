@@ -41,6 +41,7 @@ ROWS = [
     ("kernels/classifier.cuh", "chain[v - whole] += cpu_exp(row[v] - maximum);",
      "chain[v - whole] = cpu_exp(row[v] - maximum);", "model_golden", ["test_gpt2"]),
     ("kernels/layer_ring.cuh", "return (int)(item % r->slots);", "return 0;", "decoded_", ["optim/model/decode"]),
+    ("kernels/ranks/shard.cuh", "SCALAR_STOP, 3, SHARD_MAX", "SCALAR_STOP, 2, SHARD_MAX", "multi_bad", ["train_gpt2"]),
     # optim
     ("optim/formats/bf16.cuh", "bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u", "optim_bf16", ["unit/optim"]),
     ("optim/noise.cuh", "c[2] = high0 ^ c[3] ^ key1;", "c[2] = high0 ^ c[3] ^ key0;", "optim_philox", ["unit/optim"]),
@@ -95,6 +96,11 @@ ROWS = [
     ("data/safetensors.c", "if (tensors[i].at != at)", "if (tensors[i].at < at)", "data_malformed", ["data/safetensors"]),
     ("data/files.c", "if (ok && rename(name, path) != 0) {", "if (ok && link(name, path) != 0) {", "data_files",
      ["data/files"]),
+    ("data/loader.c", "while (file < end && within >= (file->tokens - 1) / T) within",
+     "while (file < end && within >= file->tokens / T) within", "data_loader_split", ["data/loader"]),
+    ("data/report.c", "known ? loss / log(2.0) / bytes_per_token : NAN", "known ? loss * log(2.0) / bytes_per_token : NAN",
+     "cli_run", ["data/report"]),
+    ("data/tokenizer.c", "while (point >= *run >> 2) point", "while (point > *run >> 2) point", "corpus_every", ["data/tokenizer"]),
     # the trainer
     ("train_gpt2.cu", "loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);",
      "loss_mean(m->dev, m->scalars, m->losses, N, false, share / (float)N);", "model_", ["test_gpt2"]),
