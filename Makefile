@@ -45,11 +45,12 @@ WARNINGS := -Wall -Wextra
 CFLAGS := -std=gnu11 -D_GNU_SOURCE -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
 # -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
+# -fno-trapping-math: no code reads which exceptions arose, so vectors may compute both sides of a choice.
 # HOST_O is for the host's code alone: nvcc hands its -O to the C++ compiler behind all of -Xcompiler.
 HOST_O = -O3
 NVCCFLAGS = -std=c++17 $(HOST_O) --expt-relaxed-constexpr -lineinfo --threads 2 $(GENCODE) -MMD -MP \
-             -Xcompiler -march=native,-ffp-contract=off,-fno-math-errno,-fopenmp,-pthread,-Wall,-Wextra
-CXXFLAGS = -std=c++17 $(HOST_O) -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) \
+             -Xcompiler -march=native,-ffp-contract=off,-fno-math-errno,-fno-trapping-math,-fopenmp,-pthread,-Wall,-Wextra
+CXXFLAGS = -std=c++17 $(HOST_O) -march=native -ffp-contract=off -fno-math-errno -fno-trapping-math -fopenmp -pthread $(WARNINGS) \
             -Wno-unused-parameter -Wno-unused-function -Wno-uninitialized -Wno-pass-failed -include initializer_list -MMD -MP
 ifneq ($(NVCC),)
 COMPILE = $(NVCC) $(NVCCFLAGS)

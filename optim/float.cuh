@@ -40,6 +40,13 @@ constexpr bool ON_HOPPER = false;
 #define OPTIM_UNROLL
 #endif
 
+// Marks such a loop over elements that the CPU runs in vectors, also at -O2: no iteration may read what another writes.
+#ifdef __CUDA_ARCH__
+#define OPTIM_VECTORS OPTIM_UNROLL
+#else
+#define OPTIM_VECTORS _Pragma("omp simd")
+#endif
+
 // Selects the first expression on the GPU and the second on the CPU.
 #ifdef __CUDA_ARCH__
 #define OPTIM_EITHER(GPU, CPU) GPU

@@ -122,7 +122,7 @@ OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
 // noise_middle 256 n + 128, the middle of n as 24 bits; noise_float the bits of the float 128 + n / 65536.
 OPTIM_INLINE uint32_t noise_lane(const Noise& noise, int lane) {
     return OPTIM_EITHER(__byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4)),
-                        (noise.word[lane / 4] >> lane % 4 * 8 & 0xffu) << 8 | (noise.shared >> 8 & 0xffu));
+                        (uint32_t)((const uint8_t*)noise.word)[lane] << 8 | (noise.shared >> 8 & 0xffu));
 }
 
 OPTIM_INLINE uint32_t noise_middle(const Noise& noise, int lane) {

@@ -233,12 +233,17 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
         for (int i = 0; i < N; i++) value[i] = exact_min(value[i], LOG_MAX);
     }
 
-    template <int N>
-    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax, float,
-                                        bool, const NoiseKey& key, int = BLOCK) {
+    static OPTIM_INLINE LogEncoding put_scale(const Streams& streams, int first, float absmax, float, bool,
+                                              int = BLOCK) {
         const float scale = log_scale(absmax);
         const LogEncoding s = log_encoding<ROUNDING>(scale);
         if (first % BLOCK == 0) ((float*)streams.scales)[first / BLOCK] = scale;
+        return s;
+    }
+
+    template <int N>
+    static OPTIM_INLINE void put_codes(const Streams& streams, int first, const float* value, const LogEncoding& s,
+                                       const NoiseKey& key) {
         Packed<8, N> packed = {};
         if constexpr (ROUNDING == NEAREST) {
             OPTIM_UNROLL

@@ -173,8 +173,11 @@ OPTIM_INLINE float exact_saturated(float a, float b, float c) {
     asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
     return x;
 #else
-    float x = exact_fma(a, b, c);
-    return exact_min(exact_max(x, 0.0f), 1.0f);
+    // The numbers from 0 on are ordered as their bits are, those below 0 are negative, and NaN is the largest.
+    int bits = (int)float_bits(exact_fma(a, b, c));
+    bits = bits <= 0x7f800000 ? bits : 0;
+    bits = bits > 0 ? bits : 0;
+    return bits_float((uint32_t)(bits < 0x3f800000 ? bits : 0x3f800000));
 #endif
 }
 
@@ -300,9 +303,17 @@ OPTIM_INLINE uint32_t bits_max(const float* value) {
 }
 
 // Returns the largest magnitude of N values except NaN, with short chains of maxima. On a GPU v and its roots, which
-// have no sign, are compared by their bits, two values an instruction.
+// have no sign, are compared by their bits, two values an instruction; on the CPU all are, in vectors.
 template <int N>
 OPTIM_INLINE float values_max(const float* value, bool has_sign) {
+    if constexpr (!ON_GPU) {
+        int max = 0;
+        for (int i = 0; i < N; i++) {
+            const int bits = (int)(float_bits(value[i]) & 0x7fffffffu), number = bits <= 0x7f800000 ? bits : 0;
+            max = number > max ? number : max;
+        }
+        return bits_float((uint32_t)max);
+    }
     if (ON_GPU && !has_sign) {
         const uint32_t max = bits_max<N>(value);
         if (max <= 0x7f800000u) return bits_float(max);
@@ -317,7 +328,10 @@ OPTIM_INLINE float values_max(const float* value, bool has_sign) {
 // so that a table row compiles to little code.
 template <class Storage>
 OPTIM_HOST void load_blocks(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-    for (int i = 0; i < n; i += 8) Storage::template get<8>(streams, first + i, x + i, key, block);
+    constexpr int PART = Storage::STREAM[0].bits == 8 ? 16 : 8;  // compilers make vectors of 16 bytes, or of one word
+    int i = 0;
+    for (; i + PART <= n; i += PART) Storage::template get<PART>(streams, first + i, x + i, key, block);
+    if (i < n) Storage::template get<8>(streams, first + i, x + i, key, block);
 }
 
 template <class Storage>
@@ -325,23 +339,36 @@ OPTIM_HOST void store_blocks(int block, const Streams& streams, int first, const
     for (int t = 0; t < n; t += TILE_ELEMENTS) {
         const int held = n - t < TILE_ELEMENTS ? n - t : TILE_ELEMENTS;
         float value[TILE_ELEMENTS], absmax[TILE_ELEMENTS / 32] = {}, max = 0.0f;
+        OPTIM_VECTORS
         for (int i = 0; i < held; i++) value[i] = Storage::OF_ROOTS ? moment_root(x[t + i]) : x[t + i];
-        for (int i = 0; i < held; i += 16) {
-            absmax[i / block] = exact_max(Storage::template absmax<16>(value + i, key), absmax[i / block]);
-            max = exact_max(absmax[i / block], max);
+        for (int b = 0; b * block < held; b++) {
+            for (int i = b * block; i < (b + 1) * block; i += 32) {
+                absmax[b] = exact_max(Storage::template absmax<32>(value + i, key), absmax[b]);
+            }
+            max = exact_max(absmax[b], max);
         }
-        for (int i = 0; i < held; i += 16) {
-            const bool clamps = !(absmax[i / block] <= Storage::NO_CLAMP_ABSMAX);
-            if (clamps) Storage::template clamp<16>(value + i, absmax[i / block]);
-            Storage::template put_scaled<16>(streams, first + t + i, value + i, absmax[i / block], max, clamps, key,
-                                             block);
+        for (int b = 0; b * block < held; b++) {
+            const bool clamps = !(absmax[b] <= Storage::NO_CLAMP_ABSMAX);
+            const auto scale = Storage::put_scale(streams, first + t + b * block, absmax[b], max, clamps, block);
+            for (int i = b * block; i < (b + 1) * block; i += 16) {
+                if (clamps) Storage::template clamp<16>(value + i, absmax[b]);
+                Storage::template put_codes<16>(streams, first + t + i, value + i, scale, key);
+            }
         }
     }
 }
 
-// The functions of a storage in blocks.
+// The functions of a storage in blocks. put_scaled() is put_scale(), which stores a block's scale and returns what the
+// encoder needs of it, and put_codes().
 template <class Storage>
 struct BlockFunctions : StorageFunctions<Storage> {
+    template <int N>
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax,
+                                        float tile_max, bool clamped, const NoiseKey& key) {
+        const auto scale = Storage::put_scale(streams, first, absmax, tile_max, clamped);
+        Storage::template put_codes<N>(streams, first, value, scale, key);
+    }
+
 #ifdef __CUDA_ARCH__
     // Takes all parts of a store, for weights.
     template <int N>
@@ -384,14 +411,16 @@ struct BlockFormat {
     template <Rounding ROUNDING, int N, class Table, class Codes>
     static OPTIM_INLINE void put(const Table* table, const float* x, float inverse, const Noise& noise, int lowest,
                                  Codes* codes, uint32_t*) {
-        OPTIM_UNROLL
+        uint32_t word[N];
         for (int i = 0; i < N; i++) {
             if constexpr (ROUNDING == STOCHASTIC) {
-                codes->add(i, Format::stochastic(table, x[i], inverse, noise_lane(noise, i), lowest));
+                word[i] = Format::stochastic(table, x[i], inverse, noise_lane(noise, i), lowest);
             } else {
-                codes->add(i, Format::nearest(table, x[i], inverse, lowest));
+                word[i] = Format::nearest(table, x[i], inverse, lowest);
             }
+            word[i] <<= 32 - Format::BITS;
         }
+        codes->gather(word);
     }
 };
 
@@ -456,9 +485,14 @@ struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUND
         block_clamp<Format, ROUNDING>(absmax, value, N);
     }
 
-    template <int N>
-    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax,
-                                        float tile_max, bool clamped, const NoiseKey& key, int block = BLOCK) {
+    struct Stored {
+        float inverse;
+        ScaleCode code;
+        bool clamped;
+    };
+
+    static OPTIM_INLINE Stored put_scale(const Streams& streams, int first, float absmax, float tile_max, bool clamped,
+                                         int block = BLOCK) {
         ScaleCode code;
         BlockScale s;
         if constexpr (WANTS_TILE_MAX) {
@@ -471,9 +505,15 @@ struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUND
         }
         if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
         if (first % block == 0) ((ScaleCode*)streams.scales)[first / block] = code;
-        block_put<Format, ROUNDING, N>(streams, first, value, s.inverse, key);
+        return {s.inverse, code, clamped};
+    }
+
+    template <int N>
+    static OPTIM_INLINE void put_codes(const Streams& streams, int first, const float* value, const Stored& scale,
+                                       const NoiseKey& key) {
+        block_put<Format, ROUNDING, N>(streams, first, value, scale.inverse, key);
         if constexpr (WRITES_BF16) {
-            if (key.bf16_out) Format::template bf16_scaled<N>(code, clamped, key.bf16_out);
+            if (key.bf16_out) Format::template bf16_scaled<N>(scale.code, scale.clamped, key.bf16_out);
         }
     }
 };

@@ -16,7 +16,10 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     uint32_t word[WORDS];
 
     static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
-    OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & (0xffffffffu >> (32 - BITS)); }
+    OPTIM_INLINE uint32_t get(int i) const {
+        if (BITS == 8 && !ON_GPU) return ((const uint8_t*)word)[i];
+        return word[i / EACH] >> shift(i) & (0xffffffffu >> (32 - BITS));
+    }
 
     // Returns 2^23 + code i, of 8 bits, as a float. On a GPU it takes one instruction, where the compiler would use up
     // to three.
@@ -42,16 +45,12 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         for (int w = 0; w < WORDS; w++) word[w] -= all;
     }
 
+#ifdef __CUDA_ARCH__
     // Collects byte BYTE of four words.
     template <int BYTE>
     static OPTIM_INLINE uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-#ifdef __CUDA_ARCH__
         constexpr unsigned pick = (BYTE + 4) << 4 | BYTE;
         return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
-#else
-        const int down = 8 * BYTE;
-        return (a >> down & 0xffu) | (b >> down & 0xffu) << 8 | (c >> down & 0xffu) << 16 | (d >> down) << 24;
-#endif
     }
 
     // Sets all codes from words that each hold a code from byte BYTE on; codes of 4 bits are FIRST too large there.
@@ -81,12 +80,27 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
                 OPTIM_UNROLL
                 for (int i = EACH - 1; i >= 0; i--) {
                     const uint32_t code = c[i ^ 1];
-                    all = OPTIM_EITHER(__funnelshift_l(code, all, BITS), all << BITS | code >> (32 - BITS));
+                    all = __funnelshift_l(code, all, BITS);
                 }
                 word[w] = all;
             }
         }
     }
+#else
+    // Do the same in loops that become vectors.
+    template <int BYTE>
+    OPTIM_INLINE void gather_bytes(const uint32_t* codes) {
+        static_assert(BITS == 8, "a code is a byte");
+        for (int i = 0; i < COUNT; i++) ((uint8_t*)word)[i] = (uint8_t)(codes[i] >> 8 * BYTE);
+    }
+
+    OPTIM_INLINE void gather(const uint32_t* codes) {
+        if constexpr (BITS == 8) return gather_bytes<3>(codes);
+        for (int i = 0; i < COUNT; i += 2) {
+            ((uint8_t*)word)[i / 2] = (uint8_t)(codes[i] >> 28 << 4 | codes[i + 1] >> 28);
+        }
+    }
+#endif
 };
 
 // Returns the bits of a where the mask has ones, else those of b. On a GPU it takes one instruction, where the compiler

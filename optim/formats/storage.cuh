@@ -14,7 +14,8 @@
 //
 // If BLOCK elements share a scale, the store has parts, on a GPU (store_thread in kernel.cuh) as on the CPU
 // (store_blocks in blocks.cuh): the largest magnitude of each 8 or 16 elements (absmax), the largest of the block,
-// clamp() if that is above NO_CLAMP_ABSMAX, and put_scaled().
+// clamp() if that is above NO_CLAMP_ABSMAX, and put_scaled(). The CPU's compiler turns the loops of these parts into
+// vectors, since they have 16 or 32 iterations without branches.
 //
 // A format defines the values of single codes. It derives from ElementFormat (elementwise.cuh) or BlockFormat
 // (blocks.cuh); Elementwise, Blocks and others turn a format into a storage.

@@ -116,7 +116,7 @@ struct EachElement {
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {
-        OPTIM_UNROLL
+        OPTIM_VECTORS
         for (int i = 0; i < n; i++) {
             if constexpr (Rule::DIVIDES_BY_ROOT_V) {
                 float numerator = Rule::moments(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
