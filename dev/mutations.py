@@ -82,6 +82,7 @@ ROWS = [
     ("optim/model/decode.cu", "part % 2 * layer", "0 * layer", "decoded_", ["optim/model/decode"]),
     ("optim/placed.cu", "const int64_t from = i * TILE_ELEMENTS - placed->head,", "const int64_t from = i * TILE_ELEMENTS,",
      "placed_", ["optim/placed"]),
+    ("optim/plan.cu", "lr == 1.0 && decay == plan->group[1].decay", "decay == plan->group[1].decay", "laws_oracle", ["optim/plan"]),
     # data
     ("data/schedule.c", "s->lr * (double)(step + 1) / (double)s->warmup", "s->lr * (double)step / (double)s->warmup",
      "learning_rate", ["data/schedule"]),

@@ -1,6 +1,7 @@
 // Law: a step does what the papers say. Every rule with its options, on the CPU, against the oracle in double; the
 // bound is four times what the oracle in fp32 is off by. Where a GPU computes otherwise, in products of whole matrices,
 // it is held to what its own roundings make of the oracle (every other bit of it is the CPU's: laws.cu).
+#include "../../optim/override.h"
 #include "laws.h"
 #include "oracle.h"
 
@@ -44,7 +45,7 @@ static const Case cases[] = {
     {"apollo-factored", "", WITH(c->rank = 8, c->rank_gap = 3, c->rank_reset = true)},
     {"adamw", "", WITH(c->decay_mode = "independent", c->lr_max = 0.25f)},
     {"lion", "", WITH(c->decay_mode = "independent", c->lr_max = 0.25f)},
-    {"adamw", "ln*: lr=0.5; *.bias: wd=0.3; h.0: rule=lion; h.1: rule=sgd"},
+    {"adamw", "ln*: lr=0.5; *.bias: wd=0.3; h.0: rule=lion; h.1: rule=sgd; wpe: lr=0.5"},
     {"adamw", "", WITH(c->limit_growth = 1.01f)},
     {"sgd", "", WITH(c->limit_growth = 1.05f)},
     {"rmnp", "none", WITH(c->limit_growth = 1.05f, c->nesterov = false)},
@@ -78,13 +79,29 @@ static float case_gradient(int64_t step, int t, int64_t i) {
                : size * test_uniform(100 + (uint64_t)step, t * 1000000 + i);
 }
 
+// What overrides say of a tensor: a factor of its learning rate, and its decay.
+static Settings settings_of(const OptimRun* run, const OptimTensor& tensor, const RuleRow* rule) {
+    Override changes[OVERRIDES];
+    Settings its = {1.0, tensor.decay ? (double)run->config.weight_decay : 0.0};
+    int count;
+    if (!overrides_parse(run->config.overrides, changes, &count, error)) user_error("%s", error);
+    if (is_low_rank(rule) && !is(run->config.decay_mode, "independent")) its.decay *= rule->slower;
+    for (const Override* change = changes; change < changes + count; change++) {
+        if (!override_matches(change, tensor.name)) continue;
+        its.lr *= change->lr;
+        if (change->decay >= 0.0) its.decay = change->decay;
+    }
+    return its;
+}
+
 // Takes the steps for a part of a tensor.
 template <class R>
 static Whole<R> oracle_of(const Case& c, const OptimRun* run, int t, int part, bool rounds) {
     const OptimTensor& tensor = run->tensor[t];
     const Plan* plan = run->optim->plan;
     Whole<R> w;
-    w.config = &plan->launch[plan->launch_of[t]].config, w.settings = plan->group[plan->group_of[t]];
+    w.config = &plan->launch[plan->launch_of[t]].config;
+    w.settings = settings_of(run, tensor, find_row(rule_table(), w.config->rule));
     w.rows = tensor.rows / tensor.parts, w.cols = tensor.cols;
     if (!w.config || !find_row(rule_table(), w.config->rule)->matrix) w.rows = tensor.rows;
     w.element = tensor.offset + part * w.size(), w.rounds = rounds;
