@@ -379,7 +379,10 @@ class Optimizer(torch.optim.Optimizer):
         flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
-        grads = [getattr(p, self._grad_name, None) for p in self._flat]
+        if self._grad_name == "grad":
+            grads = [p.grad for p in self._flat]
+        else:
+            grads = [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
         self._step(self._flat, grads)
         return loss
 
