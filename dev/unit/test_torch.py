@@ -10,6 +10,7 @@ import copy
 import io
 import os
 import pathlib
+import statistics
 import struct
 import subprocess
 import sys
@@ -617,20 +618,9 @@ def test_torch_rules_are_those_of_peers():
     assert check.returncode == 0 and tested, check.stdout
 
 
-def least(function, before=lambda: None):
-    """Returns the least microseconds of 50 calls."""
-    times = []
-    for _ in range(50):
-        before()
-        begin = time.perf_counter()
-        function()
-        times.append(1e6 * (time.perf_counter() - begin))
-    return min(times)
-
-
 def test_torch_python_takes_little_time():
     """Without the library's own work, a step takes a few times as long as reading all p.grad; where the optimizer looks
-    at each tensor in Python, it is 20 to 30 times."""
+    at each tensor in Python, it is 20 to 30 times. Both are timed in turns, since a machine's speed changes."""
     report = []
     for count in (148, 580):
         params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(count)]
@@ -639,16 +629,24 @@ def test_torch_python_takes_little_time():
             for p in params:
                 p.grad = torch.ones_like(p)
 
+        def microseconds(function):
+            begin = time.perf_counter()
+            function()
+            return 1e6 * (time.perf_counter() - begin)
+
+        def times_reading(before=lambda: None):
+            turns = [(before(), microseconds(optimizer.step), microseconds(lambda: [p.grad for p in params])) for _ in range(51)]
+            return statistics.median((step - 20) / reading for _, step, reading in turns)
+
         optimizer = nibble_optim.Optimizer(params, preset="adamw8")
         renew()
         optimizer.step()
         optimizer._parts[0].handle.step = lambda *_: None
-        reading = least(lambda: [p.grad for p in params])
-        old, new = least(optimizer.step), least(optimizer.step, renew)
+        old, new = times_reading(), times_reading(renew)
         params[3].grad = None
-        missing = least(optimizer.step)
-        report.append(f"{count} tensors: {old:.0f} us, new gradients {new:.0f}, one missing {missing:.0f}")
-        assert max(old, new, missing) < 10 * reading + 20, (report[-1], reading)
+        missing = times_reading()
+        report.append(f"{count} tensors: {old:.1f} times reading, new gradients {new:.1f}, one missing {missing:.1f}")
+        assert max(old, new, missing) < 14, report[-1]
     return "; ".join(report)
 
 
