@@ -52,6 +52,8 @@ def open_tokens(path):
     tokens = np.memmap(path, "<u2", "r")
     if tokens[:2].tobytes() == SHARD_MAGIC:
         raise Problem(f"{path}: a shard of tokens already; type ./train --data {path}")
+    if len(tokens) % 2 == 0 and not tokens[1 : 2 * BLOCK : 2].any():
+        raise Problem(f"{path}: holds uint32 tokens; write them as uint16")
     return tokens
 
 

@@ -11,9 +11,10 @@ import sys
 import time
 from argparse import RawDescriptionHelpFormatter
 
-from examples.train_torch import held
 from problem import Parser, Problem, answered
 from torch_speed import median, peer, torch
+
+from examples.train_torch import held  # after torch_speed, which says how to install torch
 
 FP32, BF16, SR = torch.float32, torch.bfloat16, {"bf16_stochastic_round": True}
 PEERS = {"torch": (FP32, "torch.optim", "AdamW", {"fused": True}), "bnb8": (FP32, "bitsandbytes.optim", "AdamW8bit"),

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 PRESETS = sys.argv[3:] or "adamw32 adamw8 adamw4l fp8w8e int8w4 muon8 came8".split()
 COMMON = ("--device cpu --layers 2 --channels 64 --heads 1 --seq 64 --batch 4 --tokens-per-step 256 --val-every 0 "
           "--sample-every 0 --schedule constant --warmup 4 --lr 2e-3 --data-format bytes --data").split()

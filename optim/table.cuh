@@ -66,7 +66,7 @@
     ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 4,               \
         LowRank<MATRIX_APOLLO>)                                                                                      \
     ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 2, LowRank<MATRIX_APOLLO_MINI>) \
-    ROW("apollo-factored", "apollo whose v is one number a row times one a column", 0.25, ApolloFactored)
+    ROW("apollo-factored", "apollo whose v is one number a row times one a column", 4, ApolloFactored)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
 
@@ -202,7 +202,7 @@ constexpr PresetRow PRESETS[] = {
     {"galore8", "galore", "bf16:sr", "dyn8/256", "udyn8/256", "moments of rank --rank; the rest as adamw8",
      "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
     {"apollo-mini", "apollo-mini", "bf16:sr", "fp32", "fp32", "almost no states; the rest as adamw8",
-     "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
+     "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=2"},
 };
 constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 

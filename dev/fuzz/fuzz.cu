@@ -181,7 +181,7 @@ static void fuzz_shards(FuzzInput input) {
 // vocab.json, merges.txt, what else a folder may hold of a tokenizer, and a text to encode; tokenizer.json alone where
 // the first byte is a space.
 static void fuzz_tokenizer(FuzzInput input) {
-    static const char* const names[] = {"vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json"};
+    static const char* const names[] = {"vocab.json", "merges.txt", "added_tokens.json"};
     char error[DATA_ERROR_BYTES] = "";
     int token[64], bytes = 0;
     const bool alone = input.count > 0 && input.bytes[0] == ' ';

@@ -1,8 +1,9 @@
 // Tests against other optimizers: torchao, bitsandbytes and FlashOptim. dev/reference/make_peers.py ran their own code
 // and wrote what they store for given numbers; here the same numbers go through our formats (on the CPU, whose bits are
-// the GPU's), and levels, codes and scales are compared. Steps: laws_oracle.cu, and dev/reference/check_rules.py.
+// the GPU's), and levels, codes and scales are compared. Steps are compared by test_torch_peers.py and
+// dev/reference/check_rules.py, where the packages are installed.
 //
-// What differs by intent is told apart:
+// These differ by intent:
 //   v's zero     theirs has a code of zero, ours the least level instead; torchao's lin4 has none either
 //   small scales torchao's and FlashOptim's are 1e-12 at least, ours and bitsandbytes' as small as fp32 has them
 //   fp16 scales  FlashOptim rounds a scale after it was divided by, so its codes are those of our fp32 scales

@@ -172,6 +172,9 @@ TEST(tables_list_of_presets) {
         Cost cost = cost_of(test, &config);
         expect(cost.banner == bytes, "%s: %g bytes, and %g in the banner", name, bytes, cost.banner);
         const bool low = is_low_rank(find_row(rule_table(), rule));  // of whose moments no list counts bytes
+        const char *others = optim_preset_overrides(name),
+                   *rate = formatted("lr=%g", find_row(rule_table(), rule)->slower);
+        expect(!low || strstr(others, rate), "%s: the rule says %s and the preset %s", name, rate, others);
         const double counted = cost.weights + (low ? 0.0 : cost.states);
         // A rule that keeps numbers of rows and columns has a few more, which depend on the shape and are not listed.
         const bool fits = find_row(rule_table(), rule)->by_rows ? bytes <= counted && counted < bytes + 0.1

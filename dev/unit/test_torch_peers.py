@@ -266,3 +266,16 @@ def test_torch_copies():
     amax, inverse, scale = state["weights.scales"]
     assert amax == state["master"].abs().max() and abs(inverse * scale - 1) < 1e-6
     assert torch.equal(p, (codes.float() * inverse).bfloat16())
+    # The copy is of the parameter, where its master is none of this optimizer's: states of torch's, and another's writing.
+    p = halves()[0]
+    adam = torch.optim.AdamW([p])
+    adam_steps(adam, [p], 1)
+    optimizer = nibble_optim.Optimizer([p], preset="adamw32")
+    optimizer.load_state_dict(adam.state_dict())
+    copy16, empty = torch.empty_like(p), torch.nn.Parameter(torch.empty(0, 8, dtype=torch.bfloat16, device=p.device))
+    for write in (lambda: None, lambda: adam_steps(optimizer, [p], 1), torch.no_grad()(lambda: p.fill_(2.0))):
+        write()
+        write_copies(optimizer, {p: copy16}).remove()
+        assert torch.equal(copy16, p)
+    write_copies(nibble_optim.Optimizer([empty]), {empty: {"data": empty.to(torch.float8_e4m3fn),
+                                                           **{name: torch.ones((), device=p.device) for name in ("amax", "scale_inv")}}})

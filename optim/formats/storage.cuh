@@ -13,7 +13,7 @@
 // (kernel.cuh), several threads share a scale, and a step writes in place.
 //
 // If BLOCK elements share a scale, the store has parts, on a GPU (store_thread in kernel.cuh) as on the CPU
-// (store_blocks in blocks.cuh): the largest magnitude of each 8 or 16 elements (absmax), the largest of the block,
+// (store_blocks in blocks.cuh): the largest magnitude of 8 to 32 elements (absmax), the largest of the block,
 // clamp() if that is above NO_CLAMP_ABSMAX, and put_scaled(). The CPU's compiler turns the loops of these parts into
 // vectors, since they have 16 or 32 iterations without branches.
 //

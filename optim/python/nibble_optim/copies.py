@@ -6,7 +6,7 @@ from .part import _local
 
 def _write_fp8(value, copy):
     most = torch.finfo(copy["data"].dtype).max
-    amax = copy["amax"].copy_(value.abs().max())
+    amax = copy["amax"].copy_(value.abs().amax() if value.numel() else torch.zeros(()))
     scale = copy.get("scale")
     if scale is None:
         scale = torch.where((amax > 0) & amax.isfinite(), most / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
@@ -36,5 +36,9 @@ def write_copies(optimizer, copies):
         for p in fp8:
             _write_fp8(value_of(p), copies[p])
 
+    sharded = [p for p in copies if isinstance(copies[p], dict) and _local(p) is not p]
+    if sharded:
+        raise ValueError("write_copies: a DTensor was found for an fp8 copy, whose scale would be its shard's alone; give "
+                         "bf16 or fp16 copies")
     write()
     return optimizer.register_step_post_hook(write)

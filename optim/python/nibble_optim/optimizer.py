@@ -496,8 +496,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Takes states that state_dict gave, to the bit; they must be of the same formats. Also takes the states of
-        torch's Adam and AdamW, of torchao's and of bitsandbytes', and goes on from their moments, rounded to the
-        formats here."""
+        torch's Adam and AdamW, of torchao's, bitsandbytes' and TransformerEngine's, and goes on from their moments,
+        rounded to the formats here."""
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -548,8 +548,7 @@ class Optimizer(torch.optim.Optimizer):
             for t, p in enumerate(its):
                 part.take_moments(t, states[p], self._names[p])
             masters = {t: states[p]["master_param"] for t, p in enumerate(its) if "master_param" in states[p]}
-            if masters:
-                part.begin_masters(masters)
+            part.begin_masters(masters)
 
     def _new_part(self, its, grads, ages):
         part = self._add_part(its, grads, self._apart and self._apart[its[0]])

@@ -250,6 +250,8 @@ class Part:
         """Returns the fp32 value of a parameter that has a master or 16 bits beside it, or sets it, and the parameter.
         `values` may be int16: the bits beside the parameter."""
         p, master = self.locals[tensor].data, self.views[tensor].get("master")
+        if values is None and tensor in self.written():  # the next step takes it over
+            return p.float()
         if master is None:
             low = self.views[tensor]["weights.low"].reshape(-1)[:2 * p.numel()].view(torch.int16)
             low = low.view(p.shape[::-1]).t() if self.turned[tensor] else low.view(p.shape)

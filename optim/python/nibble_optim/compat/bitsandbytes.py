@@ -56,7 +56,12 @@ def _settings(name, rule, bits):
         if asked not in (32, bits or 8):
             raise ValueError(f"{name}: optim_bits={asked} was found; take {'8 or 32' if bits == 0 else bits}")
         optimizer._bf16_weights, quantized = "bf16", (bits or asked) == 8
-        some = quantized or False in GlobalOptimManager.get_instance().pid2config.values()
+        # An optimizer of 32 bits has codes for those of its parameters that were given 8 bits before it was made.
+        given = values["params"] = list(values["params"])
+        for group in (group for group in given if isinstance(group, dict)):
+            group["params"] = list(group["params"])
+        params = [p for each in given for p in (each["params"] if isinstance(each, dict) else [each])]
+        some = quantized or any(GlobalOptimManager.get_instance().pid2config.get(id(p)) is False for p in params)
         m, v = ("dyn8/256", "udyn8/256") if some else ("fp32", "fp32")
         its = dict(m=m, v=v if rule in ("adamw", "ademamix") else None, min_quantized=least if quantized else sys.maxsize)
         if "momentum" in values:

@@ -34,9 +34,16 @@ class FusedAdam(drop_in(
         "use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None", _settings)):
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if self._shared["capturable"] and group["params"]:  # a captured step reads lr on the device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(group["params"][0].device)
+        self._place_rates()
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self._place_rates()
+
+    def _place_rates(self):
+        for group in self.param_groups:
+            if self._shared["capturable"] and group["params"]:  # a captured step reads lr on the device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(group["params"][0].device)
 
     def zero_grad(self, set_to_none=None):
         asked = {set_to_none, self._sets_none} - {None}
