@@ -33,7 +33,8 @@ double learning_rate(const Schedule* schedule, int64_t step);
 
 // What options that are `auto` become: data/README.md has the formulas, and dev/compare/README.md the evidence. A run
 // of the batch B* = 65536 sqrt(D / 180M), for D tokens of training, has the same rate at any length. Rules other than
-// adamw, muon and normuon have the rate of their row in optim/table.cuh, and weights that --model DIR has trained a thirtieth.
+// adamw, muon and normuon have the rate of their row in optim/table.cuh, and weights that --model DIR has trained a
+// thirtieth.
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);
