@@ -118,6 +118,14 @@ static void check_nodes(Launch* launch, ShardMode mode) {
     float scalars[SCALARS] = {(float)s.comm.rank + 1};
     shard_agree(&s, scalars);
     require_rank(scalars[SCALAR_LOSS] == (float)(world * (world + 1) / 2));
+    // If one rank's loss is no number, nobody's is, and bytes that one rank has otherwise are noticed.
+    const bool last = s.comm.rank == world - 1;
+    scalars[SCALAR_LOSS] = last ? NAN : 1.0f;
+    shard_agree(&s, scalars);
+    char bytes[5000] = {};
+    require_rank(isnan(scalars[SCALAR_LOSS]) && shard_equal(&s, bytes, sizeof(bytes)));
+    bytes[sizeof(bytes) - 1] = last;
+    require_rank(!shard_equal(&s, bytes, sizeof(bytes)));
 }
 
 static void nodes_main(Launch* launch) {
