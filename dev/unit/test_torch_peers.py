@@ -155,9 +155,9 @@ def test_torch_compat_more():
     assert optimizer._is_small(params[0])
 
 
-def halves(dtype=torch.bfloat16):
+def halves(dtype=None):
     torch.manual_seed(3)
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((20, 256), (70,))]
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype or torch.bfloat16)) for shape in ((20, 256), (70,))]
 
 
 def adam_steps(optimizer, params, steps, masters=None, grad="grad", **settings):
