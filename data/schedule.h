@@ -1,5 +1,5 @@
-// What `auto` means, and the batch, the memory and the learning rate of a run. The caller, who knows the model, plans
-// the memory. A function that returns false has written a sentence into `error`.
+// This file says what `auto` means, and has the batch, the plan of memory and the learning rate of a run. The caller,
+// who knows the model, makes the plan. A function that returns false has written a sentence into `error`.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -31,10 +31,10 @@ bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
 // Returns the learning rate of step 0, 1, ... steps-1.
 double learning_rate(const Schedule* schedule, int64_t step);
 
-// What options that are `auto` become: data/README.md has the formulas, and dev/compare/README.md the evidence. A run
-// of the batch B* = 65536 sqrt(D / 180M), for D tokens of training, has the same rate at any length. Rules other than
-// adamw, muon and normuon have the rate of their row in optim/table.cuh, and weights that --model DIR has trained a
-// thirtieth.
+// These choose what options that are `auto` become; data/README.md has the formulas, and dev/compare/README.md the
+// evidence. A run of the batch B* = 65536 sqrt(D / 180M), for D tokens of training, has the same rate at any length.
+// Rules other than adamw, muon and normuon have the rate of their row in optim/table.cuh, and weights that --model DIR
+// has trained a thirtieth.
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);

@@ -389,7 +389,10 @@ static CharClass next_class(const char* text, int64_t bytes, int* length) {
     uint32_t point = 0;
     const uint32_t* run = unicode_runs;
     *length = utf8_next(text, bytes, &point);
-    if (*length == 0) return *length = 1, OTHER;
+    if (*length == 0) {
+        *length = 1;
+        return OTHER;
+    }
     while (point >= *run >> 2) point -= *run++ >> 2;
     return (CharClass)(*run & 3);
 }

@@ -17,7 +17,7 @@ struct Arrays : Room {
     Shape shape;
     int64_t N = shape.N, n = N * shape.C;  // N positions in sequences of T
     int C = shape.C, V = 50304, buckets = 0;
-    bf16 *inp, *out, *wte, *wpe, *dwpe;      // (N, C); tables (V, C) and (T, C)
+    bf16 *inp, *out, *wte, *wpe;             // (N, C); tables (V, C) and (T, C)
     float *grads, *dwte, *decoded, *scales;  // (n), of the gradients and of a format; (V, C); scales (n / 128)
     int *tokens, *order, *bucket, *host_tokens, *host_order, *host_bucket;
     double* square;
@@ -26,7 +26,7 @@ struct Arrays : Room {
 
     Arrays(const Device* on, const Shape& of) : Room(on), shape(of) {
         inp = filled(this, n, 2.0f, 1), out = filled(this, n, 1.0f, 2), wte = filled(this, (int64_t)V * C, 1.0f, 3);
-        wpe = filled(this, (int64_t)of.T * C, 1.0f, 4), dwpe = filled(this, (int64_t)of.T * C, 1.0f, 5);
+        wpe = filled(this, (int64_t)of.T * C, 1.0f, 4);
         grads = to_device(host_floats(this, inp, n), n), decoded = device<float>(n), scales = device<float>(n / 128);
         dwte = to_device(zeros<float>((int64_t)V * C), (int64_t)V * C);
         square = device<double>(n / TILE_ELEMENTS), codes = device<uint8_t>(n), columns = device<uint8_t>(n);
@@ -100,9 +100,10 @@ static void embed(const Device* dev, const Arrays* a) {
     const int T = a->shape.T;
     embedding_forward<bf16>(dev, a->out, a->tokens, a->wte, a->wpe, (int)(a->N / T), T, a->C);
 }
+// The gradient of wpe goes to `decoded`, which has room for it.
 static void embed_backward(const Device* dev, const Arrays* a) {
     const int T = a->shape.T;
-    embedding_backward<bf16, float>(dev, a->dwte, (float*)a->decoded, a->dwte, a->inp, a->order, a->bucket, a->buckets,
+    embedding_backward<bf16, float>(dev, a->dwte, a->decoded, a->dwte, a->inp, a->order, a->bucket, a->buckets,
                                     (int)(a->N / T), T, a->C, a->V, false);
 }
 static void gelu(const Device* dev, const Arrays* a) {

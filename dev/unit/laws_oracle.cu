@@ -79,7 +79,7 @@ static float case_gradient(int64_t step, int t, int64_t i) {
                : size * test_uniform(100 + (uint64_t)step, t * 1000000 + i);
 }
 
-// What overrides say of a tensor: a factor of its learning rate, and its decay.
+// Returns what overrides say of a tensor: the factor of its learning rate, and its decay.
 static Settings settings_of(const OptimRun* run, const OptimTensor& tensor, const RuleRow* rule) {
     Override changes[OVERRIDES];
     Settings its = {1.0, tensor.decay ? (double)run->config.weight_decay : 0.0};

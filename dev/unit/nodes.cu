@@ -61,7 +61,7 @@ static int64_t of_node(const Shard* s, int64_t own) {
     return sum;
 }
 
-// Where a tensor lies in an arena or in packed memory.
+// Returns where a tensor lies in an arena or in packed memory.
 static char* tensor_at(const Shard* s, void* memory, const SliceTensor& t, int64_t tile) {
     return shard_at(s, memory, t.bucket, {t.tile, t.tile == 114 ? 40 : 0, t.tiles}, tile);
 }

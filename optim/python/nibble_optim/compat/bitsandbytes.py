@@ -19,7 +19,8 @@ _ABSENT = {"Adagrad": "AdamW8bit with betas=(0, 0.999)", "RMSprop": "AdamW8bit w
 
 
 class GlobalOptimManager:
-    """Gives parameters of all optimizers here other settings. It knows optim_bits, whatever the optimizer's are."""
+    """Gives parameters of all optimizers here other settings. It knows optim_bits; 8 bits in an optimizer of 32
+    must be set before that optimizer is made."""
 
     _instance = None
 
