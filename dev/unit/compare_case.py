@@ -77,8 +77,8 @@ class Case(Folder):
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
         (self.out / "runs.jsonl").write_text("".join(line + "\n" for line in lines))
 
-    def rows(self):
-        with (self.out / "table.csv").open(newline="") as file:
+    def rows(self, out=None):
+        with ((out or self.out) / "table.csv").open(newline="") as file:
             return {row["configuration"]: row for row in csv.DictReader(file)}
 
     def cells(self, out=None):
