@@ -766,8 +766,8 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
             user_error("--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
                        task->name, m->T);
         }
-        if (run) report_evaluation(run, task, &result, seconds);
-        if (!run) printf("eval     %s\n", evaluation_describe(task, &result, seconds)), fflush(stdout);
+        if (run) report_evaluation(run, &result, seconds);
+        if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
         require(!out || evaluation_write(out, &pass, error), error);
     }
     evaluation_end(&pass);
@@ -811,9 +811,8 @@ struct Run {
     Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
-    int64_t memory;                     // bytes of the plan
-    double last_val;                    // loss of the last validation; 0 before the first
-    double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
+    int64_t memory;   // bytes of the plan
+    double last_val;  // loss of the last validation; 0 before the first
 };
 
 // The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
@@ -946,7 +945,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
     if (strcmp(run->options->save, "none") == 0) return;
     const double begin = seconds_now();
     const Arena* a = &run->model->arena;
-    signals_doing("this save", run->save_seconds);
+    signals_doing("this save");
     if (a->shard && !optim_saved_equal(a->optim, a->shard, a->weights, a->elements)) {
         user_error(
             "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; go "
@@ -957,7 +956,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
     run->folder.state.last_norm = arena_last_norm(a);
     require(checkpoint_write(run, begin, prune), run->folder.error);
     launch_any(run->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
-    run->save_seconds = seconds_now() - begin;
 }
 
 // Resolving: resolve() replaces `auto` options by values, each of which depends only on those before it, and refuses
@@ -1167,7 +1165,6 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     optim_describe(&run->config, text, sizeof(text));
     report_optim(folder, text);
     report_memory(folder, plan, world, m->parameters, available_to(m));
-    if (run->resume.taken) run_say(folder, " resume   takes the checkpoint's%s\n", run->resume.taken);
     if (run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
 }
 
@@ -1261,22 +1258,19 @@ static const char* resume_optim(Options* o, Resume* merge) {
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
-    const bool first = run->launch->rank == 0;
     char* error = run->folder.error;
     require(resume_words(o, error), error);
-    if (first) require(resume_find(merge, &run->folder, error), error);
+    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
     launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
     require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
-    if (!first || !merge->state) return;
-    require(resume_continue(merge, &run->folder, error), error);
 }
 
 // The step loop.
 
 static void run_validation(Run* run) {
-    signals_doing("this batch of the validation", run->step_seconds);
+    signals_doing("this batch of the validation");
     double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
     if (stops(run->model)) return;
     run->last_val = loss;
@@ -1285,7 +1279,7 @@ static void run_validation(Run* run) {
 }
 
 static void run_sample(Run* run) {
-    signals_doing("this token of the sample", run->step_seconds);
+    signals_doing("this token of the sample");
     RunFolder* folder = &run->folder;
     folder->error[0] = 0;
     if (!sample(run->model, run->options, &folder->prompts, folder->tokenizer, nullptr, report_sample, folder)) {
@@ -1295,7 +1289,7 @@ static void run_sample(Run* run) {
 }
 
 static void run_evaluation(Run* run) {
-    signals_doing("this batch of the evaluation", run->step_seconds);
+    signals_doing("this batch of the evaluation");
     run->folder.error[0] = 0;
     evaluate(run->model, run->options, run->folder.tokenizer, &run->folder);
     require(!run->folder.error[0], run->folder.error);
@@ -1342,13 +1336,12 @@ static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved
     Shard* shard = m->arena.shard;
     const double begin = seconds_now(), lr = learning_rate(&run->schedule, state->step);
     const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-    signals_doing("this step", run->step_seconds);
+    signals_doing("this step");
     if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
     const bool ok = train_step(m, feeder, micro_batches, (float)lr, (float)run->options->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
-    run->step_seconds = seconds_now() - begin;
     step_done(run, scalars, lr, begin, timer);
 }
 
@@ -1394,7 +1387,7 @@ static void train(Run* run) {
     if (saved_at != state->step && !o->profile) checkpoint_save(run);
     require(report_end(&run->folder, stops(m), (double)(state->step - timer.from), timer.seconds, useless),
             run->folder.error);
-    signals_doing(nullptr, 0);
+    signals_doing(nullptr);
     feeder_close(&feeder);
     (m->dev->gpu ? pinned_free : free)(scalars);
 }
@@ -1496,7 +1489,7 @@ static void begin(Run* run) {
     model_begin(run);
     arena_changed(&m->arena);
     arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
-    signals_doing("this step", 0);
+    signals_doing("this step");
     resume_paths(run->options);
     folder_begin(run);
     run->folder.started = seconds_now();

@@ -1,15 +1,14 @@
 #include "evaluation.h"
-#include <glob.h>
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include "files.h"
 #include "json.h"
 #include "text.h"
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
-
-static const char SCORES[] = "{\"task\": ";  // the first bytes of --eval-out's file
 
 typedef struct {
     char magic[8];
@@ -95,32 +94,16 @@ static bool is_path(const char* name) {
     return strchr(name, '/') || text_ends(name, ".eval");
 }
 
-bool evaluation_is_name(const char* name) {
+// True for letters, digits, - and _, which name a file of data/eval alone.
+static bool is_name(const char* name) {
     return name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
 }
 
-// Returns the file that a name stands for: of the tokenizer's vocabulary, or the only one if that is not known.
+// Returns the file that a name stands for: one of the tokenizer's vocabulary.
 static const char* task_path(const char* name, const Tokenizer* tokenizer) {
     if (is_path(name)) return name;
-    if (tokenizer) {
-        return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);
-    }
-    const char* path = text_kept("data/eval/*/%s.eval", name);
-    glob_t found;
-    if (!evaluation_is_name(name) || glob(path, 0, NULL, &found) != 0) return path;
-    if (found.gl_pathc == 1) path = text_kept("%s", found.gl_pathv[0]);
-    globfree(&found);
-    return path;
-}
-
-const char* evaluation_paths(const char* names) {
-    const char* all = "";
-    if (!*names) return names;
-    for (const char* name; (name = text_word(&names, ','));) {
-        SCOPED char* path = is_path(name) ? path_absolute(name) : text_copy(name);
-        all = text_kept("%s%s%s", all, *all ? "," : "", strchr(path, ',') ? name : path);
-    }
-    return all;
+    if (!tokenizer) return text_kept("data/eval/VOCABULARY/%s.eval", name);
+    return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);
 }
 
 bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
@@ -138,10 +121,9 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     int64_t bytes = 0;
     if (!is_path(name) && !file_exists(path)) {
         return data_error(error,
-                          "--eval %s: there is no %s%s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
+                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
                           "type the path of an evaluation file, such as FOLDER/NAME.eval",
-                          name, path, strchr(path, '*') ? ", or more than one" : "",
-                          evaluation_is_name(name) ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
+                          name, path, is_name(name) ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
     e->file = file_read(path, &bytes, error);
     if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
@@ -166,7 +148,10 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char*
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
         evaluation_close(&e);
     }
-    return !*out || output_possible(out, SCORES, error) || data_error(error, "--eval-out: %s", error);
+    const char* place = file_exists(out) ? out : path_in(path_parent(out), ".");
+    if (!*out || (!folder_exists(out) && access(place, W_OK) == 0)) return true;
+    return data_error(error, "--eval-out %s cannot be written: %s; name a file that can", out,
+                      folder_exists(out) ? "it is a folder" : strerror(errno));
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
@@ -268,16 +253,12 @@ static int best_choice(const EvaluationRow* row, const EvaluationScore* score, i
     return best;
 }
 
-// The standard error of a share of n answers.
-static double standard_error(double share, int n) {
-    return n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
-}
-
 EvaluationResult evaluation_result(const EvaluationPass* pass) {
     const Evaluation* e = pass->task;
     const EvaluationScore* scores = pass->scores;
     const int T = pass->T;
-    EvaluationResult r = {NAN, NAN, NAN, NAN, NAN, 0, 0, 0, T};
+    const bool words = e->kind == EVALUATION_LAST_WORD;
+    EvaluationResult r = {e, T, 0, 0, 0, {{"acc", NAN, NAN}, {words ? "perplexity" : "acc_norm", NAN, NAN}}};
     int64_t right[2] = {0};
     double sum = 0;
     const EvaluationRow* row = e->row;
@@ -290,8 +271,7 @@ EvaluationResult evaluation_result(const EvaluationPass* pass) {
         }
         for (int norm = 0; norm < 2; norm++)
             right[norm] += best_choice(row, scores, (int)example->rows, norm) == (int)example->answer;
-        if (e->kind == EVALUATION_LAST_WORD)
-            right[0] += scores->right > 0 ? 0 : -1;  // its only choice counted as right
+        if (words) right[0] += scores->right > 0 ? 0 : -1;  // its only choice counted as right
         for (uint32_t j = 0; j < example->rows; j++) {
             sum += scores[j].sum;
             cut = cut || (uint64_t)row[j].context + row[j].continuation > (uint64_t)T + 1;
@@ -300,34 +280,37 @@ EvaluationResult evaluation_result(const EvaluationPass* pass) {
     }
     if (!isfinite(sum)) return r;
     const double n = r.examples;
-    r.acc = (double)right[0] / n, r.acc_norm = (double)right[1] / n, r.perplexity = exp(-sum / n);
-    r.acc_error = standard_error(r.acc, r.examples), r.acc_norm_error = standard_error(r.acc_norm, r.examples);
+    for (int i = 0; i < 2; i++) {
+        const double share = (double)right[i] / n;
+        r.figure[i].value = share, r.figure[i].error = n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
+    }
+    if (words) r.figure[1].value = exp(-sum / n);
     return r;
 }
 
-const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds) {
-    const char* out =
-        r->left_out == 0 ? "" : text_kept("  %d left out: longer than the context of %d tokens", r->left_out, r->T);
-    const char* cut = r->cut == 0 ? "" : text_kept("  %d contexts cut", r->cut);
-    const bool words = e->kind == EVALUATION_LAST_WORD;
-    const char* more = words ? text_kept("perplexity %.4f", r->perplexity)
-                             : text_kept("acc_norm %.4f ± %.4f", r->acc_norm, r->acc_norm_error);
-    return text_kept("%s  acc %.4f ± %.4f  %s  %d %s%s%s  %.1f s", e->name, r->acc, r->acc_error, more, r->examples,
-                     words ? "last words" : "questions", out, cut, seconds);
+const char* evaluation_describe(const EvaluationResult* r, double seconds) {
+    const bool words = r->task->kind == EVALUATION_LAST_WORD;
+    const EvaluationFigure *acc = &r->figure[0], *other = &r->figure[1];
+    const char* line =
+        text_kept("%s  acc %.4f ± %.4f  %s %.4f", r->task->name, acc->value, acc->error, other->name, other->value);
+    if (!words) text_add(&line, " ± %.4f", other->error);
+    text_add(&line, "  %d %s", r->examples, words ? "last words" : "questions");
+    if (r->left_out) text_add(&line, "  %d left out: longer than the context of %d tokens", r->left_out, r->T);
+    if (r->cut) text_add(&line, "  %d contexts cut", r->cut);
+    text_add(&line, "  %.1f s", seconds);
+    return line;
 }
 
-void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
-    json_write_text_member(log, ", ", "name", e->name);
+void evaluation_log(FILE* log, const EvaluationResult* r) {
+    json_write_text_member(log, ", ", "name", r->task->name);
     fprintf(log, ", \"examples\": %d", r->examples);
-    json_write_number_member(log, ", ", "acc", r->acc);
-    const bool words = e->kind == EVALUATION_LAST_WORD;
-    json_write_number_member(log, ", ", words ? "perplexity" : "acc_norm", words ? r->perplexity : r->acc_norm);
+    for (int i = 0; i < 2; i++) json_write_number_member(log, ", ", r->figure[i].name, r->figure[i].value);
     fprintf(log, ", \"left_out\": %d, \"cut\": %d", r->left_out, r->cut);
 }
 
 FILE* evaluation_out(const char* path, char* error) {
-    FILE* file = output_open(path, SCORES, error);
-    if (!file) data_error(error, "--eval-out: %s", error);
+    FILE* file = fopen(path, "we");
+    if (!file) data_error(error, "--eval-out %s cannot be written: %s; name a file that can", path, strerror(errno));
     return file;
 }
 

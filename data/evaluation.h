@@ -33,11 +33,6 @@ typedef struct {
 // Refuses a damaged file, and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns whether a task is a name of letters, digits, - and _, which stands for a file of data/eval alone.
-bool evaluation_is_name(const char* name);
-// Makes the paths among these names, which have commas between them, absolute; kept as by text_kept. A path whose
-// absolute form has a comma stays relative.
-const char* evaluation_paths(const char* names);
 // Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown), and --eval-out ("": none)
 // written.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error);
@@ -74,20 +69,23 @@ const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch);
 void evaluation_take(EvaluationPass* pass);
 void evaluation_end(EvaluationPass* pass);
 
-// Shares of right answers and their standard errors, which data/README.md defines. Last words have acc and perplexity,
-// choices the two shares. All are NaN if a score is not finite.
+// A figure with its name in log.jsonl, and its standard error where it is a share of right answers.
 typedef struct {
-    double acc, acc_norm, perplexity;
-    double acc_error, acc_norm_error;
-    int examples, left_out, cut;  // scored, with a choice longer than the context T, with a context that was cut
-    int T;
+    const char* name;
+    double value, error;
+} EvaluationFigure;
+// What data/README.md defines: acc, and acc_norm or for last words perplexity; NaN if a score is not finite.
+typedef struct {
+    const Evaluation* task;
+    int T, examples, left_out, cut;  // the context; scored, with a choice longer than T, with a context that was cut
+    EvaluationFigure figure[2];
 } EvaluationResult;
 EvaluationResult evaluation_result(const EvaluationPass* pass);
 
 // Returns a line for the terminal, kept as by text_kept.
-const char* evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds);
+const char* evaluation_describe(const EvaluationResult* result, double seconds);
 // Writes the members of a line of log.jsonl that follow "type": "eval".
-void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
+void evaluation_log(FILE* log, const EvaluationResult* result);
 // Opens the file of --eval-out anew; NULL with a sentence.
 FILE* evaluation_out(const char* path, char* error);
 // Adds a line for each example to it: {"task", "example", "answer", "scores" (ln p of each choice), "characters",

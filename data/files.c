@@ -95,9 +95,9 @@ bool more_descriptors(void) {
     return setrlimit(RLIMIT_NOFILE, &limit) == 0;
 }
 
-static int open_regular(const char* path, int also, int64_t* bytes, char* error) {
+int file_open(const char* path, int64_t* bytes, char* error) {
     struct stat status;
-    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | also;  // a pipe would wait for its writer
+    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // a pipe would wait for its writer
     int descriptor = open(path, flags);
     if (descriptor < 0 && errno == EMFILE && more_descriptors()) descriptor = open(path, flags);
     if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno)), -1;
@@ -107,10 +107,6 @@ static int open_regular(const char* path, int also, int64_t* bytes, char* error)
     }
     *bytes = (int64_t)status.st_size;
     return descriptor;
-}
-
-int file_open(const char* path, int64_t* bytes, char* error) {
-    return open_regular(path, 0, bytes, error);
 }
 
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error) {
@@ -126,8 +122,8 @@ bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_
     return true;
 }
 
-static char* read_whole(const char* path, int also, int64_t* bytes, char* error) {
-    int descriptor = open_regular(path, also, bytes, error);
+char* file_read(const char* path, int64_t* bytes, char* error) {
+    int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return NULL;
     const bool fits =
         *bytes <= FILE_READ_MAX || data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d",
@@ -136,28 +132,6 @@ static char* read_whole(const char* path, int also, int64_t* bytes, char* error)
     if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
     close(descriptor);
     return text;
-}
-
-char* file_read(const char* path, int64_t* bytes, char* error) {
-    return read_whole(path, 0, bytes, error);
-}
-
-char* file_read_own(const char* path, int64_t* bytes, char* error) {
-    struct stat status;
-    char to[256];
-    static const char hub[] = "../../blobs/";
-    if (lstat(path, &status) != 0 || !S_ISLNK(status.st_mode)) return read_whole(path, O_NOFOLLOW, bytes, error);
-    const ssize_t length = readlink(path, to, sizeof(to) - 1);
-    to[length > 0 ? length : 0] = 0;
-    const char* hash = strncmp(to, hub, strlen(hub)) == 0 ? to + strlen(hub) : "/";
-    if (hash[strspn(hash, "0123456789abcdef")] == 0) {
-        return read_whole(path_in(path_parent(path), to), O_NOFOLLOW, bytes, error);
-    }
-    data_error(error,
-               "%s is a link to %s, whose contents would come into every checkpoint; put the file itself there if they "
-               "may be published",
-               path, to);
-    return NULL;
 }
 
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error) {
@@ -246,41 +220,6 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
         bytes -= count;
     }
     return 0;
-}
-
-size_t file_begin(const char* path, char* text, size_t bytes) {
-    FILE* file = fopen(path, "re");
-    const size_t count = file ? fread(text, 1, bytes, file) : 0;
-    if (file) fclose(file);
-    return count;
-}
-
-bool output_possible(const char* path, const char* begins, char* error) {
-    char text[16] = "";
-    struct stat status;
-    const bool there = lstat(path, &status) == 0;
-    if (there && !S_ISREG(status.st_mode)) {
-        return data_error(error, "%s is a %s; name a file that may be written", path,
-                          S_ISLNK(status.st_mode)   ? "link, which is not followed"
-                          : S_ISDIR(status.st_mode) ? "folder"
-                                                    : "pipe or a device");
-    }
-    if (access(there ? path : path_in(path_parent(path), "."), W_OK) != 0) {
-        return data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
-    }
-    if (!there || status.st_size == 0) return true;
-    const bool own = file_begin(path, text, sizeof(text) - 1) > 0 && strncmp(text, begins, strlen(begins)) == 0;
-    return own || data_error(error, "%s holds something else already; name a file that does not exist yet", path);
-}
-
-FILE* output_open(const char* path, const char* begins, char* error) {
-    if (!output_possible(path, begins, error)) return NULL;
-    const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-    const int descriptor = open(path, flags, 0666);
-    FILE* file = descriptor < 0 ? NULL : fdopen(descriptor, "w");
-    if (!file) data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
-    if (!file && descriptor >= 0) close(descriptor);
-    return file;
 }
 
 FILE* log_open(const char* path, char* error) {

@@ -1,7 +1,7 @@
 // Checksums, files and folders. A function of data/ that fails because of the user's input returns false (NULL, or -1
 // for a descriptor) and writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or
-// asserts. Reading follows symbolic links, since model caches are made of them, but for what is copied
-// (file_read_own). Creating and removing never do: they replace or remove the link itself.
+// asserts. Reading follows symbolic links, since model caches are made of them. Creating and removing never do: they
+// replace or remove the link itself.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -40,19 +40,8 @@ int file_open(const char* path, int64_t* bytes, char* error);
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error);
 // Reads a regular file of at most FILE_READ_MAX bytes, and a NUL byte after them. The caller frees it.
 char* file_read(const char* path, int64_t* bytes, char* error);
-// Does the same for a file that will be copied into checkpoints, which may be published. A link may lead to a secret,
-// so it follows none but those in the cache of Hugging Face's hub, to ../../blobs/HASH.
-char* file_read_own(const char* path, int64_t* bytes, char* error);
 // Finds the size and CRC-32C of FOLDER/NAME, which it reads in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
-
-// Reads up to `bytes` bytes of a file whose size need not be known. Returns how many; 0: it cannot be read.
-size_t file_begin(const char* path, char* text, size_t bytes);
-// Opens a file that a user named, to write it anew; NULL with a sentence. It refuses links, pipes and devices, and a
-// file that holds anything else: it must be empty or begin with `begins`, as this program's own files do.
-FILE* output_open(const char* path, const char* begins, char* error);
-// Returns whether output_open will probably be able to open it.
-bool output_possible(const char* path, const char* begins, char* error);
 
 // Returns whether the disk has room for so many bytes at `path`, which need not exist yet; true if that is unknown.
 bool disk_holds(const char* path, int64_t bytes, char* error);

@@ -70,14 +70,11 @@ static bool no_weights(const char* path, char* error) {
         return data_error(error, "there is neither %s/model.safetensors nor %s; name a folder that holds one of them",
                           path, INDEX);
     }
-    return data_error(
-        error,
-        "%s holds its weights as pytorch_model.bin, which runs code when it is read; where torch and safetensors are "
-        "installed, type python3 -c 'import sys, glob, torch, safetensors.torch as s; d = sys.argv[1]; "
-        "s.save_file({k: v.clone().contiguous() for f in sorted(glob.glob(glob.escape(d) + \"/pytorch_model*.bin\")) "
-        "for k, v in torch.load(f, map_location=\"cpu\", weights_only=True).items()}, d + \"/model.safetensors\", "
-        "{\"format\": \"pt\"})' %s and start again",
-        path, shell_word(path));
+    return data_error(error,
+                      "%s holds its weights as pytorch_model.bin, which runs code when it is read; where transformers "
+                      "is installed, type python3 -c 'import sys, transformers as t; d = sys.argv[1]; "
+                      "t.GPT2LMHeadModel.from_pretrained(d).save_pretrained(d)' %s and start again",
+                      path, shell_word(path));
 }
 
 // Opens all files that the index names. Each holds the tensors that are said to be in it.

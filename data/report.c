@@ -216,16 +216,16 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
     char* error = run->error;
     const char* path = checkpoint_name(run->path, step);
     if (!ok) checkpoint_abandon(writer);
-    if (!ok && !writer->nonfinite) {
+    if (!ok && writer->nonfinite) {
+        return data_error(error,
+                          "step %lld: %s, so it was not saved; the last checkpoint is %s; go on from there, or begin "
+                          "anew, with a smaller --lr (now %g)",
+                          step, error, run_last_checkpoint(run), run->options->lr);
+    }
+    if (!ok) {
         return data_error(error,
                           "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
                           step, error, run_resume_words(run));
-    }
-    if (!ok) {
-        const char* from = run->last_checkpoint[0] ? text_kept("type --resume %s with", run_resume_words(run))
-                                                   : "there is no earlier checkpoint; begin anew with";
-        return data_error(error, "step %lld: %s, so it was not saved; %s a smaller --lr (now %g)", step, error, from,
-                          run->options->lr);
     }
     // First of all, since every error message that may follow names it.
     snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
@@ -258,11 +258,11 @@ void report_sample(void* context, int index, const char* prompt, const char* tex
     run_log_end(run);
 }
 
-void report_evaluation(RunFolder* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
-    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(evaluation, result, seconds));
+void report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds) {
+    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(result, seconds));
     FILE* log = run_log_begin(run, "eval");
     if (!log) return;
-    evaluation_log(log, evaluation, result);
+    evaluation_log(log, result);
     run_log_end(run);
 }
 
@@ -277,15 +277,11 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
     }
     if (state->skipped > 0) {
-        run_say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite\n", (long long)state->skipped,
-                (long long)state->step);
-    }
-    if (state->skipped_last > 0) {
-        run_say(run, "skipped  the last %lld of them in a row, so the weights are those of step %lld\n",
-                (long long)state->skipped_last, (long long)(state->step - state->skipped_last));
+        run_say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite; the last %lld in a row\n",
+                (long long)state->skipped, (long long)state->step, (long long)state->skipped_last);
     }
     return !useless || data_error(run->error,
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
-                                  run->last_checkpoint[0] ? run->last_checkpoint : "the run", o->lr);
+                                  run_last_checkpoint(run), o->lr);
 }

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#include "evaluation.h"
 #include "text.h"
 
 bool resume_words(const Options* o, char* error) {
@@ -17,13 +16,11 @@ bool resume_words(const Options* o, char* error) {
     return true;
 }
 
-// True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, names a file
-// to write (the checkpoint may be a stranger's), is merged elsewhere, would hide a typed --prompt, or comes with the
-// preset, and another preset was typed.
+// True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, is merged
+// elsewhere, or comes with the preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
-    const char* of_start = "run resume device gpus join-timeout override eval-out";
+    const char* of_start = "run resume device gpus join-timeout prompt-file eval eval-every eval-out override";
     if (!option_is_saved(option) || text_among(option->name, of_start, ' ')) return true;
-    if (strcmp(option->name, "prompt-file") == 0 && option_given(resume->options, "prompt")) return true;
     return !option_given(resume->options, option->name) && text_among(option->name, "rule weights m v", ' ') &&
            option_given(resume->options, "preset") &&
            strcmp(json_string(resume->saved, "preset", ""), resume->options->preset) != 0;
@@ -31,8 +28,6 @@ static bool is_left(const Resume* resume, const Option* option) {
 
 void resume_paths(Options* o) {
     o->data = path_absolute(o->data), o->val = path_absolute(o->val);
-    o->prompt_file = path_absolute(o->prompt_file), o->eval_out = path_absolute(o->eval_out);
-    o->eval = evaluation_paths(o->eval);
 }
 
 // Returns a value as people write it: 0.0003, not 0.00030000000000000003.
@@ -41,56 +36,20 @@ static const char* shown(const Option* option, const char* text) {
     return *text ? text : "''";
 }
 
-// True if a file lies in the run of the checkpoint that is resumed, links followed.
-static bool is_in_run(const Resume* resume, const char* path) {
-    SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(resume->from), NULL);
-    const size_t length = run ? strlen(run) : 0;
-    return real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/' &&
-           file_exists(path_in(run, "log.jsonl"));
-}
-
-// Judges paths that only the checkpoint names, which a stranger may have written. --prompt-file and --eval are refused
-// unless their files are in the run: lines of any file could come out as prompts. --data and --val are named in the
-// banner.
-static bool resume_paths_taken(Resume* resume, char* error) {
-    static const char* const others[][2] = {{"prompt-file", "--prompt TEXT"}, {"eval", "--eval-every 0"}};
-    static const char* const data[] = {"data", "val"};
-    for (int i = 0; i < 2; i++) {
-        const char *name = others[i][0], *value = json_string(resume->saved, name, "");
-        const long long every = resume->options->eval_every;
-        if ((i == 1 && every == 0) || is_left(resume, option_find(name))) continue;
-        const char* list = option_given(resume->options, name) || !*value ? NULL : value;
-        for (const char* path; (path = text_word(&list, i == 1 ? ',' : 0));) {
-            if (is_in_run(resume, path) || (i == 1 && evaluation_is_name(path))) continue;
-            return data_error(error,
-                              "--resume: the checkpoint's --%s %s is not in its run, so it may be a stranger's choice; "
-                              "type --%s %s%s again, or %s",
-                              name, path, name, shell_word(value), i == 1 ? text_kept(" --eval-every %lld", every) : "",
-                              others[i][1]);
-        }
-    }
-    for (int i = 0; i < 2; i++) {
-        const char* value = json_string(resume->saved, data[i], "");
-        if (*value && !option_given(resume->options, data[i]))
-            text_add(&resume->taken, " --%s %s", data[i], shell_word(value));
-    }
-    const char* out = json_string(resume->saved, "eval-out", "");
-    if (*out && !option_given(resume->options, "eval-out"))
-        text_add(&resume->changed, " --eval-out none (was %s; type it again to write there)", out);
-    return true;
-}
-
 bool resume_options(Resume* resume, char* error) {
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
+        const bool file = text_among(name, "prompt-file eval eval-out", ' ');
+        if (text && *text && file && !resume->options->given[i]) {
+            text_add(&resume->changed, " --%s none (was %s)", name, text);
+        }
         if (!text || is_left(resume, option)) continue;
         const bool fixed = text_among(name, "model layers channels heads seq", ' ');
         const char* now = option_text(option, resume->options);
         const bool typed = resume->options->given[i] && !(fixed && strcmp(now, "auto") == 0);
         SCOPED char* path = path_absolute(now);  // as checkpoints have the paths of files
-        const char* absolute = strcmp(name, "eval") == 0 ? evaluation_paths(now) : path;
-        if (typed && (strcmp(now, text) == 0 || strcmp(absolute, text) == 0)) continue;
+        if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) text_add(&resume->changed, " --model %s: the checkpoint's weights go on", now);
@@ -107,7 +66,7 @@ bool resume_options(Resume* resume, char* error) {
         }
         text_add(&resume->changed, " --%s %s (was %s)", name, shown(option, now), shown(option, text));
     }
-    return resume_paths_taken(resume, error);
+    return true;
 }
 
 // Refuses a checkpoint that another version wrote, or that was saved without states.
@@ -125,16 +84,12 @@ static bool is_resumable(const Resume* resume, char* error) {
                resume->options->resume, resume->from, shell_word(resume->from));
 }
 
-// Takes the checkpoint `named`.
-static bool take_named(Resume* resume, const char* named, char* error) {
-    const int length = (int)strlen(named) - (text_ends(named, "/") && named[1]);
-    snprintf(resume->from, RUN_PATH_BYTES, "%.*s", length, named);
-    SCOPED char* real = checkpoint_step(resume->from) < 0 ? realpath(named, NULL) : NULL;  // such as "."
-    if (real) snprintf(resume->from, RUN_PATH_BYTES, "%s", real);
+// Takes the checkpoint in `from`.
+static bool take_named(Resume* resume, char* error) {
     resume->state = checkpoint_verify(resume->from, false, error);
     return resume->state ||
            data_error(error, "--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder",
-                      named, error);
+                      resume->options->resume, error);
 }
 
 // Takes the newest checkpoint of the run folder `named`. With --resume auto there need not be one.
@@ -154,35 +109,6 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
                       "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume auto "
                       "--run %s, with the options of its first command, to begin it anew",
                       named, shell_word(named));
-}
-
-bool resume_find(Resume* resume, RunFolder* run, char* error) {
-    const Options* o = resume->options;
-    const bool automatic = strcmp(o->resume, "auto") == 0;
-    const char* named = automatic ? o->run : o->resume;
-    if (!run_folder_begin(run, o->run, o->resume, o->dry_run, error)) return false;
-    if (strcmp(o->resume, "off") == 0) return true;
-    if (automatic && !*named) return data_error(error, "--resume auto needs the run folder: add --run DIR");
-    if (!automatic && !folder_exists(named)) {
-        return data_error(
-            error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
-    }
-    if (!automatic && access(named, R_OK | X_OK) != 0) {
-        return data_error(error, "--resume %s: %s; give a folder that you may read", named, strerror(errno));
-    }
-    resume->named_itself = !automatic && file_exists(path_in(named, "state.json"));
-    if (resume->named_itself ? !take_named(resume, named, error) : !take_newest(resume, named, automatic, error))
-        return false;
-    return !resume->state || is_resumable(resume, error);
-}
-
-bool resume_take(Resume* resume, char* error) {
-    resume->from[sizeof(resume->from) - 1] = 0;
-    if (!resume->from[0]) return true;
-    if (!resume->state) resume->state = checkpoint_state(resume->from, error);
-    if (!resume->state) return false;
-    resume->saved = json_get(resume->state, "options");
-    return resume_options(resume, error);
 }
 
 // Renames the checkpoints of the run folder that are newer than the one to continue from, which are damaged, to
@@ -212,19 +138,48 @@ static bool put_newer_aside(const Resume* resume, char* error) {
     return true;
 }
 
-bool resume_continue(Resume* resume, RunFolder* run, char* error) {
+// Sets `from` to the checkpoint that the user named. Returns its run folder; NULL with a sentence.
+static const char* folder_of_named(Resume* resume, const char* named, char* error) {
+    const int length = (int)strlen(named) - (text_ends(named, "/") && named[1]);
+    snprintf(resume->from, RUN_PATH_BYTES, "%.*s", length, named);
+    SCOPED char* real = checkpoint_step(resume->from) < 0 ? realpath(named, NULL) : NULL;  // such as "."
+    if (real) snprintf(resume->from, RUN_PATH_BYTES, "%s", real);
+    const char *folder = path_parent(resume->from), *run = resume->options->run;
+    if (*run) return run;
+    if (file_exists(path_in(folder, "log.jsonl")) && checkpoint_step(resume->from) >= 0) return folder;
+    data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", resume->from);
+    return NULL;  // it was copied, say
+}
+
+bool resume_find(Resume* resume, RunFolder* run, char* error) {
     Options* o = resume->options;
-    if (!*o->run) {
-        const char* folder = path_parent(resume->from);
-        const bool there = file_exists(path_in(folder, "log.jsonl")) && checkpoint_step(resume->from) >= 0;
-        if (resume->named_itself && !there) {  // it was copied, say
-            return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR",
-                              resume->from);
-        }
-        o->run = folder;
-        if (!o->dry_run && !run_folder_hold(run, o->run, error)) return false;
+    const bool automatic = strcmp(o->resume, "auto") == 0;
+    const char *named = automatic ? o->run : o->resume, *folder = *o->run ? o->run : named;
+    if (strcmp(o->resume, "off") == 0) return !*o->run || run_folder_free(o->run, false, error);
+    if (automatic && !*named) return data_error(error, "--resume auto needs the run folder: add --run DIR");
+    if (!automatic && (!folder_exists(named) || access(named, R_OK | X_OK) != 0)) {
+        return data_error(error,
+                          "--resume %s: there is no such folder that can be read; give a run folder, a checkpoint in "
+                          "it, or auto with --run DIR",
+                          named);
     }
-    return put_newer_aside(resume, error);
+    resume->named_itself = !automatic && file_exists(path_in(named, "state.json"));
+    if (resume->named_itself) folder = folder_of_named(resume, named, error);
+    if (!folder || !run_folder_free(folder, true, error)) return false;
+    if (!o->dry_run && !run_folder_hold(run, folder, error)) return false;
+    if (resume->named_itself ? !take_named(resume, error) : !take_newest(resume, named, automatic, error)) return false;
+    if (!resume->state) return true;
+    if (!*o->run) o->run = path_parent(resume->from);
+    return is_resumable(resume, error) && put_newer_aside(resume, error);
+}
+
+bool resume_take(Resume* resume, char* error) {
+    resume->from[sizeof(resume->from) - 1] = 0;
+    if (!resume->from[0]) return true;
+    if (!resume->state) resume->state = checkpoint_state(resume->from, error);
+    if (!resume->state) return false;
+    resume->saved = json_get(resume->state, "options");
+    return resume_options(resume, error);
 }
 
 static double saved_number(const Resume* resume, const char* name) {

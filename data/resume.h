@@ -13,20 +13,17 @@ typedef struct {
     bool named_itself;          // the user named that checkpoint, not only its run
     Json* state;                // its state.json; NULL: none. The caller frees it
     const Json* saved;          // "options" of state.json
-    const char* taken;          // paths outside the run that the checkpoint names: " --data x --val y"
     const char* changed;        // what has changed, for the banner: " --lr 0.1 (was 0.2)"; NULL: nothing
 } Resume;
 
 // Finds the checkpoint that --resume names: off, auto (the newest of --run), a run folder, or a checkpoint. Writes its
-// path to `from`, and holds the run folder. One process calls it.
+// path to `from`, and holds the folder in which the run goes on: that of --run, which must be the checkpoint's own or
+// have no run in it, or without --run the checkpoint's own, which becomes --run. Newer checkpoints there are damaged
+// and are renamed to NAME.damaged, unless in a dry run; if the user named this one, they are an error. One process
+// calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` if resume_find has not, and takes the checkpoint's options.
 bool resume_take(Resume* resume, char* error);
-// Returns whether the run may continue from the checkpoint in the folder that --run names, which must be the
-// checkpoint's own or have no run in it. "" stands for its own: --run is set to it and it is held. Newer checkpoints
-// there are damaged and are renamed to NAME.damaged, unless in a dry run; if the user named this one, they are an
-// error.
-bool resume_continue(Resume* resume, RunFolder* run, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
 // if the next rate of `schedule` is larger than the checkpoint's would be: it then rises as in a warm-up.
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule);
@@ -34,8 +31,9 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
 bool resume_intent(const Options* options, bool folder, char* error);
 // Refuses an option for a path or name that was typed empty, for example by an unset shell variable.
 bool resume_words(const Options* options, char* error);
-// Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and lists typed
-// ones that differ. Options that determine the model's shape must be the same.
+// Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and those of
+// one start of the program: its files of prompts and evaluations may be a stranger's choice. Lists what differs.
+// Options that determine the model's shape must be the same.
 bool resume_options(Resume* resume, char* error);
 
 // Makes the paths in options absolute, so that the run can be resumed from any folder. They live as long as the

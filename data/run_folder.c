@@ -19,20 +19,16 @@ bool run_saves_states(const RunFolder* run) {
     return strcmp(run->options->save, "all") == 0;
 }
 
-// Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would
-// overwrite.
-static bool run_folder_free(const char* folder, bool again, char* error) {
-    static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
-    bool there[4];
-    for (int i = 0; i < 4; i++) there[i] = file_exists(path_in(folder, names[i]));
+bool run_folder_free(const char* folder, bool again, char* error) {
     int64_t* steps;
-    const bool run = checkpoint_list(folder, &steps) > 0 || there[0];
+    const bool log = file_exists(path_in(folder, "log.jsonl")), run = checkpoint_list(folder, &steps) > 0 || log;
     free(steps);
-    if ((there[1] && !run) || there[2] || there[3]) {
+    if (model_folder_has_weights(folder) || file_exists(path_in(folder, "state.json")) ||
+        (!run && file_exists(path_in(folder, "config.json")))) {
         return data_error(error, "--run %s holds a model, whose config.json a run would overwrite; name another folder",
                           folder);
     }
-    if (again || !there[0]) return true;
+    if (again || !log) return true;
     return data_error(
         error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }
@@ -52,14 +48,6 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
                       folder);
 }
 
-bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
-    const bool again = strcmp(resume, "off") != 0;
-    const char* named = *run ? run : resume;
-    if (*run && !run_folder_free(run, again, error)) return false;
-    const bool checkpoint = file_exists(path_in(named, "state.json"));  // checkpoint_continue holds its run
-    return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
-}
-
 // Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: mkdir gives each name to one run alone.
 static bool folder_name(RunFolder* run, const char* model, char* error) {
     char date[32];
@@ -77,9 +65,34 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     return true;
 }
 
-// Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
-static bool files_make(RunFolder* run, bool again) {
+// Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
+static const char* weights_folder(const RunFolder* run) {
+    return *run->sources[0] ? run->sources[0] : run->sources[1];
+}
+
+// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
+// resumed, the checkpoint's files replace those of the folder.
+static bool tokenizer_take(RunFolder* run, bool bytes) {
     char* error = run->error;
+    const char* const sources[2] = {weights_folder(run), run->sources[2]};
+    for (int i = 0; i < 2; i++) {
+        if (!*sources[i] || !folder_exists(sources[i])) continue;
+        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[0], error)) {
+            return data_error(error, "--run %s: %s", run->path, error);
+        }
+    }
+    if (bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
+    if (!*sources[0]) return true;
+    int64_t size;
+    const char* path = path_in(sources[0], "config.json");
+    SCOPED char* text = file_read(path, &size, error);
+    run->config = text ? json_parse(text, size, path, error) : NULL;
+    return run->config != NULL;
+}
+
+bool run_folder_make(RunFolder* run, bool bytes) {
+    char* error = run->error;
+    const bool again = *run->sources[0] || strcmp(run->options->resume, "auto") == 0;
     const char** name = &run->options->run;
     if (!**name) {
         if (!folder_name(run, run->options->model, error)) return false;
@@ -107,7 +120,7 @@ static bool files_make(RunFolder* run, bool again) {
     free(run->banner);
     run->text = text;
     run_say(run, " run      %s\n", run->path);
-    return true;
+    return tokenizer_take(run, bytes);
 }
 
 void run_folder_close(RunFolder* run) {
@@ -133,12 +146,12 @@ void run_say(RunFolder* run, const char* format, ...) {
 
 // Returns the options that a resume does not take from a checkpoint, as they are typed.
 static const char* typed_again(const Options* o) {
-    const char* const values[][2] = {{"prompt-file", o->prompt_file}, {"eval", o->eval}, {"eval-out", o->eval_out}};
-    const char* all = "";
-    for (int i = 0; i < 3; i++) {
-        if (*values[i][1]) text_add(&all, " --%s %s", values[i][0], shell_word(values[i][1]));
+    const char *names = "prompt-file eval eval-every eval-out", *all = "";
+    for (const char* name; (name = text_word(&names, ' '));) {
+        const char* value = option_text(option_find(name), o);
+        if (*value && strcmp(value, "0") != 0) text_add(&all, " --%s %s", name, shell_word(value));
     }
-    return *o->eval ? text_kept("%s --eval-every %lld", all, o->eval_every) : all;
+    return all;
 }
 
 void run_say_next(RunFolder* run, bool stopped) {
@@ -208,7 +221,9 @@ static void write_command(FILE* file) {
     char words[4096];
     SCOPED char* line;
     size_t length;
-    const size_t bytes = file_begin("/proc/self/cmdline", words, sizeof(words) - 1);
+    FILE* own = fopen("/proc/self/cmdline", "re");
+    const size_t bytes = own ? fread(words, 1, sizeof(words) - 1, own) : 0;
+    if (own) fclose(own);
     words[bytes] = 0;
     FILE* command = text_stream(&line, &length);
     for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
@@ -238,31 +253,6 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
     fputs("}\n", log);
     fflush(log);
-}
-
-// Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
-static const char* weights_folder(const RunFolder* run) {
-    return *run->sources[0] ? run->sources[0] : run->sources[1];
-}
-
-// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
-// resumed, the checkpoint's files replace those of the folder.
-static bool tokenizer_take(RunFolder* run, bool bytes) {
-    char* error = run->error;
-    const char* const sources[2] = {weights_folder(run), run->sources[2]};
-    for (int i = 0; i < 2; i++) {
-        if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[0], error)) {
-            return data_error(error, "--run %s: %s", run->path, error);
-        }
-    }
-    if (bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
-    if (!*sources[0]) return true;
-    int64_t size;
-    const char* path = path_in(sources[0], "config.json");
-    SCOPED char* text = file_read_own(path, &size, error);
-    run->config = text ? json_parse(text, size, path, error) : NULL;
-    return run->config != NULL;
 }
 
 // Opens the tokenizer in `folder`, and prints why there are no samples if it does not fit.
@@ -302,9 +292,4 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, o->samples, run->samples ? run->tokenizer : NULL,
                         vocabulary, error);
-}
-
-bool run_folder_make(RunFolder* run, bool bytes) {
-    const bool again = *run->sources[0] || strcmp(run->options->resume, "auto") == 0;
-    return files_make(run, again) && tokenizer_take(run, bytes);
 }

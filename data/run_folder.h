@@ -30,9 +30,9 @@ bool run_saves_states(const RunFolder* run);  // --save
 
 // Locks `folder` against other processes of this machine, if the file system has locks; false if one holds it already.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
-// Checks, before a checkpoint is chosen, that the folder `run` ("": none is named) is free for what --resume says. If
-// the run continues in it, or in the folder that `resume` names, this process holds that folder.
-bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
+// Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would
+// overwrite.
+bool run_folder_free(const char* folder, bool again, char* error);
 // Opens the tokenizer and the prompts before there is a folder, and checks the tasks of --eval, that data and weights
 // have the same tokenizer, and that the disk has room for the checkpoints, of `size` bytes each (0: none is written),
 // which exist at one time: up to --keep, and one that is being written. If the tokenizer does not fit a model of

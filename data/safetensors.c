@@ -186,12 +186,12 @@ void safetensors_abandon(SafetensorsWriter* writer) {
     safetensors_finish(writer, NULL, NULL);
 }
 
-// Reads an array of at most `max` exact integers in [0, 2^63). Returns how many there are; max + 1: more; -1: others.
+// Reads an array of exact integers in [0, 2^63). Returns how many there are; -1: over `max`, or others.
 static int header_numbers(const Json* array, int64_t* numbers, int max) {
     int count = 0;
     for (const Json* one = array->child; one; one = one->next) {
         char* end = NULL;
-        if (count == max) return max + 1;
+        if (count == max) return -1;
         errno = 0;
         numbers[count] = one->kind == JSON_NUMBER ? strtoll(one->text, &end, 10) : -1;
         if (numbers[count++] < 0 || errno != 0 || *end) return -1;
@@ -209,8 +209,7 @@ static const char* header_tensor(const Json* json, int64_t data, int64_t data_by
         return "lacks its dtype, shape or data_offsets";
     if (!dtype_find(tensor->dtype)) return text_kept("has the type %s, which is not known", tensor->dtype);
     tensor->dims = header_numbers(shape, tensor->shape, 8);
-    if (tensor->dims > 8) return "has over 8 dimensions";
-    if (tensor->dims < 0) return "has an impossible shape";
+    if (tensor->dims < 0) return "has an impossible shape or over 8 dimensions";
     if (header_numbers(offsets, place, 2) != 2 || place[0] > place[1]) return "has impossible data_offsets";
     if (place[1] > data_bytes) return text_kept("ends behind the %lld bytes of the data", (long long)data_bytes);
     tensor->at = data + place[0], tensor->bytes = place[1] - place[0];
@@ -249,16 +248,11 @@ static int64_t header_read(SafetensorsFile* file, char* error) {
     file->descriptor = file_open(path, &file->bytes, error);
     if (file->descriptor < 0) return -1;
     if (file->bytes >= 8 && !file_read_at(file->descriptor, path, &length, 0, 8, error)) return -1;
-    if (file->bytes < 8) {
-        wrong = text_kept("truncated: it has %lld bytes and a safetensors file at least 8", (long long)file->bytes);
-    } else if (memcmp(&length, "version ", 8) == 0) {
+    if (memcmp(&length, "version ", 8) == 0) {
         wrong = "the pointer of Git LFS to a file that git lfs pull would fetch";
-    } else if (length > MAX_HEADER) {
-        wrong = text_kept("no safetensors file or is corrupted: its header would be %llu bytes long",
-                          (unsigned long long)length);
-    } else if ((int64_t)length > file->bytes - 8) {
-        wrong = text_kept("truncated: its header is %llu bytes long and the file has %lld", (unsigned long long)length,
-                          (long long)file->bytes);
+    } else if (file->bytes < 8 || length > MAX_HEADER || (int64_t)length > file->bytes - 8) {
+        wrong = text_kept("truncated or no safetensors file: it has %lld bytes and its header would be %llu bytes long",
+                          (long long)file->bytes, (unsigned long long)length);
     } else {
         SCOPED char* text = memory_take(length + 1);
         if (!file_read_at(file->descriptor, path, text, 8, (int64_t)length, error)) return -1;
@@ -297,9 +291,8 @@ bool safetensors_sort(Safetensors* all, char* error) {
     if (all->count > 0) qsort(all->tensors, (size_t)all->count, sizeof(*tensor), by_name);
     for (int i = 1; i < all->count; i++, tensor++) {
         if (strcmp(tensor[0].name, tensor[1].name) != 0) continue;
-        const char *one = safetensors_path(all, &tensor[0]), *other = safetensors_path(all, &tensor[1]);
-        if (one == other) return data_error(error, "%s is corrupted: it has two tensors named %s", one, tensor->name);
-        return data_error(error, "%s and %s both hold the tensor %s", one, other, tensor->name);
+        return data_error(error, "the tensor %s comes twice, in %s and in %s", tensor->name,
+                          safetensors_path(all, &tensor[0]), safetensors_path(all, &tensor[1]));
     }
     return true;
 }

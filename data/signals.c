@@ -7,27 +7,19 @@
 #include "clock.h"
 
 volatile sig_atomic_t signal_stop, signal_save;
-static const char* volatile doing;     // what a stop waits for; NULL: there is nothing to save
-static volatile double began, expect;  // the clock when it began, and the seconds that it may take; 0: unknown
-static volatile double first_signal;   // the clock at the first request to stop
+static const char* volatile doing;    // what a stop waits for; NULL: there is nothing to save
+static volatile double first_signal;  // the clock at the first request to stop
 static volatile sig_atomic_t quiet;
 
 static const int HANDLED[] = {SIGUSR1, SIGUSR2, SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGVTALRM, SIGPROF, SIGPWR};
 enum { HANDLED_COUNT = sizeof(HANDLED) / sizeof(HANDLED[0]) };
 
-// A line on stderr, by calls that a signal handler may make. `number` follows `text` unless it is negative.
-static void tell(const char* text, const char* what, long number, const char* end) {
-    char line[256] = "", digits[24];
-    int at = sizeof(digits) - 1;
-    if (quiet) return;
-    digits[at] = 0;
-    for (long rest = number; number >= 0 && (rest > 0 || !digits[at]); rest /= 10)
-        digits[--at] = (char)('0' + rest % 10);
-    const char* parts[] = {"\ntrain: ", text, what, number < 0 ? "" : ", about ", number < 0 ? "" : digits + at, end};
-    for (size_t i = 0, used = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
-        for (const char* c = parts[i]; *c && used + 1 < sizeof(line); c++) line[used++] = *c;
+// Writes a line to stderr by calls that a signal handler may make.
+static void tell(const char* text, const char* what, const char* end) {
+    const char* const parts[] = {"\ntrain: ", text, what, end};
+    for (int i = 0; i < 4 && !quiet; i++) {
+        if (write(2, parts[i], strlen(parts[i])) < 0) return;
     }
-    if (write(2, line, strlen(line)) < 0) return;
 }
 
 static void on_signal(int number) {
@@ -36,16 +28,14 @@ static void on_signal(int number) {
     if (number == SIGUSR1 || number == SIGUSR2) {
         signal_save = 1;
     } else if (!doing && !signal_stop) {  // a run that was told to stop and has saved ends by itself
-        tell("stopped by a signal; there was nothing to save", "", -1, "\n");
+        tell("stopped by a signal; there was nothing to save", "", "\n");
         _exit(128 + number);
     } else if (!signal_stop) {
-        double left = expect - (now - began);
         first_signal = now;
         signal_stop = number;
-        tell("stopping after ", doing, expect > 0 ? (long)(left > 0 ? left + 0.999 : 0) : -1,
-             expect > 0 ? " s; press again to quit without saving\n" : "; press again to quit without saving\n");
+        tell("stopping after ", doing, "; press again to quit without saving\n");
     } else if (number != SIGXCPU && ((number == SIGINT && since >= 0.5) || (number == signal_stop && since >= 2.0))) {
-        tell("stopped again: ended without saving", "", -1, "\n");
+        tell("stopped again: ended without saving", "", "\n");
         _exit(128 + number);
     }
     errno = error;
@@ -95,8 +85,6 @@ void signals_quiet(void) {
     quiet = 1;
 }
 
-void signals_doing(const char* what, double seconds) {
-    began = seconds_now();
-    expect = seconds;
+void signals_doing(const char* what) {
     doing = what;
 }

@@ -27,8 +27,7 @@ void signals_handled(sigset_t* set);
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
 // Makes the handlers print nothing, on ranks other than 0.
 void signals_quiet(void);
-// Sets what a stop must wait for, a constant such as "this step" (NULL: nothing), and its expected seconds (0:
-// unknown).
-void signals_doing(const char* what, double seconds);
+// Sets what a stop must wait for, a constant such as "this step"; NULL: there is nothing to save.
+void signals_doing(const char* what);
 
 C_LINKAGE_END

@@ -311,15 +311,15 @@ bool tokenizers_agree(const char* folder, const char* other) {
     return agree;
 }
 
-// Copies FROM/NAME, if it exists, to TO/NAME unless that exists and `replace` is false. What is in TO then must be a
-// file of its own, because it is published, and JSON if its name says so.
+// Copies FROM/NAME, if it exists, to TO/NAME unless that exists and `replace` is false. What is in TO then must be JSON
+// if its name says so.
 static bool copy_one(const char* from, const char* name, const char* to, bool replace, char* error) {
     const char *source = path_there(from, name), *target = path_in(to, name);
     const bool there = access(target, F_OK) == 0 && !(replace && source), json = text_ends(name, ".json");
     const char* path = there ? target : source;
     if (!path) return true;
     int64_t bytes;
-    SCOPED char* text = file_read_own(path, &bytes, error);
+    SCOPED char* text = file_read(path, &bytes, error);
     JSON_SCOPED Json* parsed = text && json ? json_parse(text, bytes, path, error) : NULL;
     if (!text || (json && !parsed)) return false;
     if (json && parsed->kind != JSON_OBJECT) {

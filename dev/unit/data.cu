@@ -242,7 +242,7 @@ DATA_TEST(data_safetensors_bad) {
     put(path, &huge, 8);
     expect_refused(safetensors_open(&opened, path, error), error, "would be 104857601 bytes");
     put_text(path, "");
-    expect_refused(safetensors_open(&opened, path, error), error, "truncated: it has 0 bytes");
+    expect_refused(safetensors_open(&opened, path, error), error, "truncated or no safetensors file: it has 0 bytes");
     expect_refused(safetensors_open(&opened, joined(folder, "none"), error), error, "No such file");
     expect_refused(safetensors_open(&opened, folder, error), error, "not a regular file");
 }

@@ -195,24 +195,24 @@ TEST(evaluation_figures) {
     EvaluationPass pass = {}, small = {};
     pass.task = small.task = &e, pass.scores = small.scores = scores, pass.T = 64, small.T = 3;
     EvaluationResult r = evaluation_result(&pass);
-    expect(r.acc == 0.5, "acc %g", r.acc);
-    expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
-    expect(r.acc_norm == 0, "acc_norm %g", r.acc_norm);
+    const EvaluationFigure *acc = &r.figure[0], *other = &r.figure[1];
+    expect(acc->value == 0.5, "acc %g", acc->value);
+    expect(fabs(acc->error - sqrt(0.25 / 3)) < 1e-15, "its error %g", acc->error);
+    expect(other->value == 0, "acc_norm %g", other->value);
     expect(r.examples == 4 && r.left_out == 0 && r.cut == 0, "%d, %d, %d", r.examples, r.left_out, r.cut);
     // In a context of 3 tokens a choice of 4 does not fit, and other rows lose the beginning of their contexts.
     r = evaluation_result(&small);
-    expect(r.acc == 1 && r.examples == 1 && r.left_out == 3 && r.cut == 1, "%g: %d, %d, %d", r.acc, r.examples,
-           r.left_out, r.cut);
-    expect(
-        strstr(evaluation_describe(&e, &r, 1), "1 questions  3 left out: longer than the context of 3 tokens  1 cont"),
-        "%s", evaluation_describe(&e, &r, 1));
+    expect(acc->value == 1 && r.examples == 1 && r.left_out == 3 && r.cut == 1, "%g: %d, %d, %d", acc->value,
+           r.examples, r.left_out, r.cut);
+    const char* line = evaluation_describe(&r, 1);
+    expect(strstr(line, "1 questions  3 left out: longer than the context of 3 tokens  1 cont"), "%s", line);
     scores[5].sum = NAN;
     r = evaluation_result(&pass);
-    expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
+    expect(isnan(acc->value) && isnan(other->value), "NaN counts as an answer");
     e = evaluation_make(test, 1, WORDS);
     for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2 ? 1.0 : 0.0};
     r = evaluation_result(&pass);
-    expect(r.acc == 0.4 && fabs(r.perplexity - exp(3)) < 1e-12, "acc %g, perplexity %g", r.acc, r.perplexity);
+    expect(acc->value == 0.4 && fabs(other->value - exp(3)) < 1e-12, "acc %g, perplexity %g", acc->value, other->value);
 }
 
 // Scores are compared with double. Of equal logits the first is the likeliest.

@@ -130,7 +130,7 @@ DATA_TEST(folders_several_files) {
     expect_refused(small.opens(&parts, folder), error, "model.safetensors.index.json holds no weight_map");
     index("transformer.wte.weight", one);
     small.write(joined(folder, two), 4, small.count, nullptr, false, 0);
-    expect_refused(small.opens(&parts, folder), error, "both hold the tensor");
+    expect_refused(small.opens(&parts, folder), error, "comes twice");
 }
 
 static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
