@@ -236,7 +236,7 @@ build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(SHARED_OBJECTS)
 
 # Tests of the CPU with the fuzzers' objects, for memory errors and undefined behaviour. Leaks are not looked for, as
 # text_kept keeps texts until the program ends. Tests that start many programs would take too long.
-SANITIZE_CPU ?= $(addprefix -k ,data_ corpus_content corpus_text corpus_short corpus_voc corpus_mixed corpus_fing corpus_data \
+SANITIZE_CPU ?= $(addprefix -k ,data_ corpus_content corpus_fing corpus_data \
     corpus_banner folders_ evaluation_ option_ convert_ cli_bad cli_sample cli_nonfinite rules_ rows_ override_ placed_ learning)
 sanitize-cpu:
 	$(MAKE) $(SANITIZED) build/fuzz/train build/fuzz/test_gpt2

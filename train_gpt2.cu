@@ -1131,6 +1131,7 @@ static void resolve(Run* run) {
     require(dataset_look(&source, &vocabulary, &bytes, run->folder.error), run->folder.error);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, run->folder.error), run->folder.error);
+    run->folder.sources[2] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
     require(options_needed(o, run->folder.error), run->folder.error);
@@ -1513,7 +1514,7 @@ static int train_main(Options* o, const Launch* launch) {
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
     require(run.model_folder && resume_intent(o, *run.model_folder, run.folder.error), run.folder.error);
     const char** sources = run.folder.sources;
-    sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
+    sources[0] = run.resume.from, sources[1] = run.model_folder;
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),

@@ -48,40 +48,38 @@ static bool refuse(char* error, const char* path, const char* name, const char* 
                       text_kept(advice, shell_word(path)));
 }
 
-// Counts the NUL bytes, and the other bytes that no text has. Tab, line feed, page feed, carriage return, backspace and
-// escape are found in texts.
-static void count_odd(const unsigned char* bytes, int64_t count, int64_t* nul, int64_t* control) {
+// Returns how many bytes no text has. Tab, line feed, page feed, carriage return, backspace and escape are found in
+// texts.
+static int64_t count_odd(const unsigned char* bytes, int64_t count) {
+    int64_t odd = 0;
     for (int64_t i = 0; i < count; i++) {
-        const unsigned char b = bytes[i];
-        const bool usual = (b >= '\b' && b <= '\r') || b == 0x1B;
-        *nul += b == 0;
-        *control += (b > 0 && b < ' ' && !usual) || b == 0x7F;
+        const bool usual = (bytes[i] >= '\b' && bytes[i] <= '\r') || bytes[i] == 0x1B;
+        odd += (bytes[i] < ' ' && !usual) || bytes[i] == 0x7F;
     }
+    return odd;
 }
 
 bool content_is_text(int descriptor, int64_t size, const char* path, char* error) {
-    unsigned char head[BLOCK] = {0}, block[BLOCK];
-    const int64_t bytes = size < BLOCK ? size : BLOCK, step = (size - bytes) / BLOCKS;
-    int64_t nul = 0, control = 0, sampled = bytes;
-    if (!file_read_at(descriptor, path, head, 0, bytes, error)) return false;
-    count_odd(head, bytes, &nul, &control);
-    const bool begins_as_text = !memchr(head, 0, (size_t)(bytes < BEGIN ? bytes : BEGIN));
-    for (int64_t i = 1; step > 0 && i <= BLOCKS; i++, sampled += BLOCK) {
-        if (!file_read_at(descriptor, path, block, step * i, BLOCK, error)) return false;
-        count_odd(block, BLOCK, &nul, &control);
+    unsigned char sample[(1 + BLOCKS) * BLOCK] = {0};  // the first block, then others all over the file
+    const int64_t head = size < BLOCK ? size : BLOCK, step = (size - head) / BLOCKS;
+    int64_t bytes = head;
+    if (!file_read_at(descriptor, path, sample, 0, head, error)) return false;
+    for (int64_t i = 1; step > 0 && i <= BLOCKS; i++, bytes += BLOCK) {
+        if (!file_read_at(descriptor, path, sample + bytes, step * i, BLOCK, error)) return false;
     }
-    const bool text = begins_as_text && nul * 1000 <= sampled && control * 100 <= sampled;
+    const int64_t odd = count_odd(sample, bytes);
+    const bool text = !memchr(sample, 0, (size_t)(head < BEGIN ? head : BEGIN)) && odd * 100 <= bytes;
     for (size_t i = 0; i < sizeof(signatures) / sizeof(signatures[0]); i++) {
         const char* signature = signatures[i].bytes;
-        if (size < signatures[i].length || memcmp(head, signature, (size_t)signatures[i].length) != 0) continue;
+        if (memcmp(sample, signature, (size_t)signatures[i].length) != 0) continue;
         if (text && strcmp(signature, "PAR1") == 0) continue;  // a text may begin so
         return refuse(error, path, signatures[i].name, signatures[i].advice);
     }
-    if (text && is_json(path, head, bytes)) {
+    if (text && is_json(path, sample, head)) {
         return refuse(error, path, "JSON, whose marks and names would be learned as well", prepare);
     }
-    if (text) return true;
-    const char* binary = text_kept("binary (%.3g%% of its bytes are NUL or control characters)",
-                                   100.0 * (double)(nul + control) / (double)sampled);
-    return refuse(error, path, binary, others);
+    return text || refuse(error, path,
+                          text_kept("binary (%.3g%% of its bytes are NUL or control characters)",
+                                    100.0 * (double)odd / (double)bytes),
+                          others);
 }

@@ -248,15 +248,12 @@ bool folder_make(const char* path, char* error) {
     if (*path == 0) return data_error(error, "cannot create a folder without a name");
     // Every prefix that ends before a slash, then the whole.
     for (const char* end = path; *end;) {
-        struct stat status;
         end += 1 + strcspn(end + 1, "/");
         SCOPED char* name = text_part(path, (size_t)(end - path));
         int reason = mkdir(name, 0777) == 0 ? 0 : errno;
         if (reason == 0 || folder_exists(name)) continue;
-        bool taken = reason == EEXIST || reason == ENOTDIR;
-        bool link = taken && lstat(name, &status) == 0 && S_ISLNK(status.st_mode);
-        const char* why = link ? "a link of that name leads to no folder" : "there is a file of that name";
-        return data_error(error, "cannot create the folder %s: %s", name, taken ? why : strerror(reason));
+        const char* why = reason == EEXIST || reason == ENOTDIR ? "a file or link has that name" : strerror(reason);
+        return data_error(error, "cannot create the folder %s: %s", name, why);
     }
     return true;
 }

@@ -119,28 +119,24 @@ bool gpt2_unknown(const char* name, char* error) {
         name, text);
 }
 
-// True if a member has a value that nibble supports. It supports transformers' defaults, which absent members and null
-// stand for.
-static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
-    const Json* found = json_get(json, key);
-    if (!found || found->kind == JSON_NULL) return true;
-    if (found->kind == JSON_BOOL) return strcmp(wanted, found->number != 0 ? "true" : "false") == 0;
-    if (found->kind == JSON_NUMBER && *wanted >= '0' && *wanted <= '9') {
-        return fabs(found->number - atof(wanted)) <= 1e-6 * atof(wanted);
-    }
-    return found->kind == JSON_STRING && (strcmp(found->text, wanted) == 0 || strcmp(found->text, also) == 0);
-}
-
 // Says what a member holds and what nibble has instead.
-static bool refuse_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
-    SCOPED char* text;
-    size_t length;
-    FILE* file = text_stream(&text, &length);
-    json_write(file, json_get(json, key));
-    fclose(file);
+static bool refuse_member(const Json* found, const char* key, const char* wanted, const char* folder, char* error) {
+    SCOPED char* text = json_text(found);
     return data_error(
         error, "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
         folder, key, text, wanted);
+}
+
+// Refuses a member whose value is not the one that nibble has, which is a transformers' default: an absent member and
+// null stand for it.
+static bool check_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
+    const Json* found = json_get(json, key);
+    if (!found || found->kind == JSON_NULL) return true;
+    SCOPED char* text = json_text(found);
+    if (strcmp(text, wanted) == 0 || strcmp(text, "\"gelu_pytorch_tanh\"") == 0) return true;  // gelu_new's other name
+    const double number = atof(wanted);
+    if (found->kind == JSON_NUMBER && fabs(found->number - number) < 1e-6 * number) return true;
+    return refuse_member(found, key, wanted, folder, error);
 }
 
 static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
@@ -152,21 +148,18 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
                           folder, type);
     }
     const char* inner = text_kept("%lld", 4 * (long long)json_int(json, "n_embd", 768));
-    const struct {
-        const char *key, *wanted, *also;  // another name for the same
-    } members[] = {{"activation_function", "gelu_new", "gelu_pytorch_tanh"},
-                   {"layer_norm_epsilon", "1e-05", ""},
-                   {"n_inner", inner, ""},
-                   {"tie_word_embeddings", "true", ""},
-                   {"scale_attn_weights", "true", ""},
-                   {"scale_attn_by_inverse_layer_idx", "false", ""},
-                   {"reorder_and_upcast_attn", "false", ""},
-                   {"add_cross_attention", "false", ""},
-                   {"is_encoder_decoder", "false", ""},
-                   {"quantization_config", "none", ""}};
+    const char* members[][2] = {{"activation_function", "\"gelu_new\""},
+                                {"layer_norm_epsilon", "1e-05"},
+                                {"n_inner", inner},
+                                {"tie_word_embeddings", "true"},
+                                {"scale_attn_weights", "true"},
+                                {"scale_attn_by_inverse_layer_idx", "false"},
+                                {"reorder_and_upcast_attn", "false"},
+                                {"add_cross_attention", "false"},
+                                {"is_encoder_decoder", "false"},
+                                {"quantization_config", "none"}};
     for (size_t i = 0; i < sizeof(members) / sizeof(members[0]); i++) {
-        if (is_value(json, members[i].key, members[i].wanted, members[i].also)) continue;
-        return refuse_member(json, members[i].key, members[i].wanted, folder, error);
+        if (!check_member(json, members[i][0], members[i][1], folder, error)) return false;
     }
     return true;
 }
@@ -189,29 +182,20 @@ bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
         *numbers[i].found = found;
         if (found >= 1 && found <= numbers[i].max) continue;
         const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].max);
-        return refuse_member(json, key, wanted, folder, error);
+        return refuse_member(json_get(json, key), key, wanted, folder, error);
     }
     return true;
 }
 
 // Heads of 64 or 128 channels: what attention's kernels have.
-static bool check_heads(const char* model, bool folder, const Gpt2Shape* shape, char* error) {
+static bool check_heads(bool folder, const Gpt2Shape* shape, char* error) {
     const long long channels = shape->channels, heads = shape->heads;
-    const bool fit = channels % heads == 0 && (channels / heads == 64 || channels / heads == 128);
-    if (!fit && folder) {
-        return data_error(
-            error,
-            "--model %s has %lld channels over %lld heads, and nibble has 64 or 128 channels a head; name another one",
-            model, channels, heads);
-    }
-    if (channels % 64 != 0) {
-        return data_error(error, "%lld channels are not a multiple of a head's 64; type --channels %lld", channels,
-                          (channels + 63) / 64 * 64);
-    }
-    return fit ||
-           data_error(error,
-                      "%lld channels over %lld heads is %.4g channels a head; nibble has 64 and 128: type --heads %lld",
-                      channels, heads, (double)channels / (double)heads, channels / 64);
+    if (channels % heads == 0 && (channels / heads == 64 || channels / heads == 128)) return true;
+    const char* advice = folder               ? "name another --model"
+                         : channels % 64 == 0 ? text_kept("type --heads %lld", channels / 64)
+                                              : text_kept("type --channels %lld", (channels + 63) / 64 * 64);
+    return data_error(error, "%lld channels over %lld heads: a head has 64 or 128 channels; %s", channels, heads,
+                      advice);
 }
 
 bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int vocabulary, bool bytes, Gpt2Shape* shape,
@@ -231,15 +215,10 @@ bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int v
         if (o->heads >= 0) shape->heads = o->heads;
         if (o->seq >= 0) shape->positions = o->seq;
     }
-    if (vocabulary > shape->vocabulary && shape->vocabulary == 256) {
-        return data_error(
-            error,
-            "the data has a vocabulary of %d tokens and --model %s is a model of bytes; name the text itself by --data",
-            vocabulary, model);
-    }
     if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
-        const char* how = "name data of the model's own tokens by --data";
-        if (tokenizer_exists(folder))
+        const char* how = shape->vocabulary == 256 ? "name the text itself by --data"
+                                                   : "name data of the model's own tokens by --data";
+        if (shape->vocabulary != 256 && tokenizer_exists(folder))
             how = text_kept("type .venv/bin/python data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                             shell_word(folder));
         return data_error(error, "the data has a vocabulary of %d tokens and --model %s of %lld; %s", vocabulary, model,
@@ -249,7 +228,7 @@ bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int v
         return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",
                           o->seq, (long long)shape->positions, (long long)shape->positions);
     }
-    return check_heads(model, *folder, shape, error);
+    return check_heads(*folder, shape, error);
 }
 
 // Can the value of a member such as eos_token_id be kept? It is a token of the vocabulary, several of them, or null.

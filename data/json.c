@@ -150,28 +150,27 @@ static void parse_children(Parser* parser, Json* json, int depth) {
     }
 }
 
+static bool take_word(Parser* parser, const char* word) {
+    const size_t length = strlen(word);
+    if ((size_t)(parser->end - parser->at) < length || memcmp(parser->at, word, length) != 0) return false;
+    parser->at += length;
+    return true;
+}
+
 static void parse_value(Parser* parser, Json* json, int depth) {
-    static const struct {
-        const char* word;
-        JsonKind kind;
-        double number;
-    } words[] = {{"true", JSON_BOOL, 1}, {"false", JSON_BOOL, 0}, {"null", JSON_NULL, 0}};
     skip_space(parser);
     if (take(parser, '{')) return json->kind = JSON_OBJECT, parse_children(parser, json, depth);
     if (take(parser, '[')) return json->kind = JSON_ARRAY, parse_children(parser, json, depth);
     if (take(parser, '"')) {
         json->kind = JSON_STRING;
         json->text = parse_string(parser, &json->text_bytes);
-        return;
+    } else if (take_word(parser, "true")) {
+        json->kind = JSON_BOOL, json->number = 1;
+    } else if (take_word(parser, "false")) {
+        json->kind = JSON_BOOL;
+    } else if (!take_word(parser, "null")) {  // a new one is null
+        parse_number(parser, json);
     }
-    for (int i = 0; i < 3; i++) {
-        const size_t length = strlen(words[i].word);
-        if ((size_t)(parser->end - parser->at) < length || memcmp(parser->at, words[i].word, length) != 0) continue;
-        parser->at += length;
-        json->kind = words[i].kind, json->number = words[i].number;
-        return;
-    }
-    parse_number(parser, json);
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
@@ -285,6 +284,15 @@ void json_write(FILE* file, const Json* json) {
         if (child->next) fputs(", ", file);
     }
     fputc(object ? '}' : ']', file);
+}
+
+char* json_text(const Json* json) {
+    char* text;
+    size_t bytes;
+    FILE* file = text_stream(&text, &bytes);
+    json_write(file, json);
+    fclose(file);
+    return text;
 }
 
 void json_write_number(FILE* file, double value) {

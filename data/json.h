@@ -31,6 +31,7 @@ double json_number(const Json* object, const char* key, double otherwise);
 int64_t json_int(const Json* object, const char* key, int64_t otherwise);
 const char* json_string(const Json* object, const char* key, const char* otherwise);
 void json_write(FILE* file, const Json* json);         // the whole tree; numbers as their text
+char* json_text(const Json* json);                     // the same as a text, which the caller frees
 void json_write_string(FILE* file, const char* text);  // quoted and escaped; bytes that are no UTF-8 become U+FFFD
 void json_write_number(FILE* file, double value);      // shortest decimal that reads back; non-finite as null
 // These write a member of an object, after `before` ("{" or ", ", say).

@@ -35,106 +35,89 @@ enum {
 typedef struct DatasetFile {
     char* path;
     int descriptor;  // or -1
-    int64_t bytes;   // of the file
     int64_t begin;   // where its tokens begin, in bytes
     int64_t first;   // where the part that was opened begins, in tokens
     int64_t tokens;  // of that part
     int width;       // bytes of a token
 } DatasetFile;
 
-// Adds the names that match a pattern, sorted by bytes, since the order is part of what defines a run.
-static bool add_matches(glob_t* list, const char* pattern, char* error) {
-    const int status = glob(pattern, list->gl_pathc > 0 ? GLOB_APPEND : 0, NULL, list);
+// Returns the pattern that one name alone matches; kept as by text_kept.
+static const char* literal(const char* name) {
+    const char* pattern = NULL;
+    for (; *name; name++) text_add(&pattern, "%s%c", strchr("*?[\\", *name) ? "\\" : "", *name);
+    return pattern;
+}
+
+// Lists the names that match a pattern, sorted by bytes, since the order is part of what defines a run.
+static bool list_matches(glob_t* list, const char* pattern, char* error) {
+    globfree(list);
+    const int status = glob(pattern, 0, NULL, list);
     return status == 0 || status == GLOB_NOMATCH ||
            data_error(error, "cannot look for %s: %s", pattern, strerror(errno));
 }
 
-// Returns the pattern that one name alone matches; kept as by text_kept.
-static const char* literal(const char* name) {
-    SCOPED char* text;
-    size_t bytes;
-    FILE* pattern = text_stream(&text, &bytes);
-    for (; *name; name++) fprintf(pattern, strchr("*?[\\", *name) ? "\\%c" : "%c", *name);
-    fclose(pattern);
-    return text_kept("%s", text);
-}
-
-// Refuses a folder that lacks the shards to open, but may have some for validation.
-static bool folder_refused(const char* path, bool validation, char* error) {
-    const char* why = "holds validation shards (val_*.bin) and no train_*.bin to train on";
-    if (!validation) {
-        const bool nano = file_exists(path_in(path, "train.bin"));
-        const char* format =
-            "holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name its files, "
-            "such as \"%s/*.bin\"";
-        if (nano)
-            format =
-                "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt %s --out DIR, "
-                "and --data DIR here";
-        why = text_kept(format, nano ? shell_word(path) : path);
-    }
-    return data_error(error, "the folder %s %s", path, why);
-}
-
-// Finds the files that the user named: those of `part` are number taken[0] to taken[1] - 1 of the list. Sets `split` if
-// the validation part is the end of each.
-static bool find_files(glob_t* list, size_t taken[2], bool* split, const char* path, DatasetPart part, char* error) {
-    struct stat status;
-    if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
-    const bool there = stat(path, &status) == 0, folder = there && S_ISDIR(status.st_mode);
+// Lists the files of a part of what the user named. Sets `split` if the validation part is the end of each.
+static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart part, char* error) {
+    const bool folder = folder_exists(path), there = access(path, F_OK) == 0;
     if (!there && !strpbrk(path, "*?[")) {
         return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
     }
     const char* name = there ? literal(path) : path;
-    if (!add_matches(list, folder ? text_kept("%s/train_*.bin", name) : name, error)) return false;
-    const size_t training = list->gl_pathc;
-    if (folder && !add_matches(list, text_kept("%s/val_*.bin", name), error)) return false;
-    const bool validation = list->gl_pathc > training;
+    if (!list_matches(list, folder ? text_kept("%s/val_*.bin", name) : name, error)) return false;
+    const bool validation = folder && list->gl_pathc > 0;
     *split = part != DATASET_WHOLE && !validation;
-    taken[0] = part == DATASET_VALIDATION && validation ? training : 0;
-    taken[1] = part == DATASET_TRAIN ? training : list->gl_pathc;
-    if (taken[0] < taken[1]) return true;
-    if (folder) return folder_refused(path, validation, error);
-    return data_error(error, "no file matches %s; name files that are there", path);
+    const bool training = folder && !(validation && part == DATASET_VALIDATION);
+    if (training && !list_matches(list, text_kept("%s/train_*.bin", name), error)) return false;
+    if (list->gl_pathc > 0) return true;
+    if (!folder) return data_error(error, "no file matches %s; name files that are there", path);
+    if (file_exists(path_in(path, "train.bin"))) {
+        return data_error(error,
+                          "the folder %s is nanoGPT's; type make venv && .venv/bin/python data/prepare.py "
+                          "--from-nanogpt %s --out DIR, and --data DIR here",
+                          path, shell_word(path));
+    }
+    return data_error(error,
+                      "the folder %s holds no train_*.bin to train on; prepare it with data/prepare.py, or name its "
+                      "files, such as \"%s/*.bin\"",
+                      path, path);
+}
+
+// Says what is wrong with a shard of so many bytes; NULL: nothing.
+static const char* shard_wrong(const int32_t header[3], int64_t size, DataFormat format) {
+    const int64_t count = (uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
+    if (format == DATA_BYTES) return "is a shard of tokens, not bytes; leave --data-format out";
+    if (size >= 8 && header[1] != SHARD_VERSION) {
+        return text_kept("is a shard of version %d and version %d can be read; prepare it again", header[1],
+                         SHARD_VERSION);
+    }
+    if (size >= SHARD_HEADER && size == expected) return NULL;
+    return text_kept("is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; prepare it again",
+                     size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
+                     (long long)size);
 }
 
 // Opens a file and finds its tokens.
-static bool shard_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
+static bool tokens_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
     int32_t header[3] = {0, 0, 0};
-    const char* wrong = NULL;
+    int64_t size;
     file->path = text_copy(path);
-    file->descriptor = file_open(path, &file->bytes, error);
+    file->descriptor = file_open(path, &size, error);
     if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
-    const int64_t size = file->bytes;
+    if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!file_read_at(file->descriptor, path, header, 0, size < 12 ? size : 12, error)) return false;
-    const bool shard = header[0] == SHARD_MAGIC;
-    const int64_t count = shard ? (int64_t)(uint32_t)header[2] : size, expected = SHARD_HEADER + 2 * count;
-    if (size == 0) {
-        wrong = "is empty; name a file with text or tokens in it";
-    } else if (shard && format == DATA_BYTES) {
-        wrong = "is a shard of tokens, not bytes; leave --data-format out";
-    } else if (shard && size >= 8 && header[1] != SHARD_VERSION) {
-        wrong = text_kept("is a shard of version %d and version %d can be read; prepare it again", header[1],
-                          SHARD_VERSION);
-    } else if (shard && (size < SHARD_HEADER || size != expected)) {
-        wrong = text_kept(
-            "is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; copy or prepare it again",
-            size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected, (long long)size);
-    } else if (!shard && format != DATA_BYTES && header[0] / 10000 == SHARD_MAGIC / 10000) {
-        wrong = text_kept(
-            "is a file of llm.c, but no shard of 16-bit tokens (its first number is %d); name those or a text",
-            header[0]);
-    } else if (!shard && format == DATA_AUTO && !content_is_text(file->descriptor, size, path, error)) {
-        return false;
-    } else if (!shard && (format == DATA_SHARDS || (format == DATA_AUTO && text_ends(path, ".bin")))) {
-        wrong = text_kept(
-            "is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or type "
-            "--data-format %s to train on it as a text",
-            header[0], SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
+    if (header[0] == SHARD_MAGIC) {
+        const char* wrong = shard_wrong(header, size, format);
+        file->tokens = (uint32_t)header[2], file->begin = SHARD_HEADER, file->width = 2;
+        return !wrong || data_error(error, "%s %s", path, wrong);
     }
-    file->tokens = count, file->begin = shard ? SHARD_HEADER : 0, file->width = shard ? 2 : 1;
-    return !wrong || data_error(error, "%s %s", path, wrong);
+    file->tokens = size, file->width = 1;
+    if (format == DATA_AUTO && !content_is_text(file->descriptor, size, path, error)) return false;
+    if (format == DATA_BYTES || (format == DATA_AUTO && !text_ends(path, ".bin"))) return true;
+    return data_error(error,
+                      "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
+                      "type --data-format %s to train on it as a text",
+                      path, header[0], SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
 }
 
 static void file_close(DatasetFile* file) {
@@ -142,177 +125,140 @@ static void file_close(DatasetFile* file) {
     free(file->path);
 }
 
-// Reads what lies beside a shard: the vocabulary of meta.json, GPT-2's without one, and where the tokenizer's files
-// are.
-static bool read_meta(const char* folder, int* vocabulary, const char** tokenizer, char* error) {
-    const char* path = path_there(folder, "meta.json");
-    *tokenizer = tokenizer_exists(folder) ? folder : "";
-    *vocabulary = GPT2_VOCABULARY;
-    if (!path) return true;
-    JSON_SCOPED Json* meta = json_read(path, error);
-    if (!meta) return data_error(error, "%s; prepare the folder again", error);
-    const int64_t found = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
-    if (found < 1 || found > MAX_VOCABULARY) {
-        return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
-                          MAX_VOCABULARY);
-    }
-    *vocabulary = (int)found;
-    return true;
-}
-
-// Returns whether tokens of both folders' vocabularies mean the same: they have as many, and no number has two texts.
-static bool same_tokens(const char* folder, int vocabulary, const char* tokenizer, const Dataset* other, char* error) {
-    if (vocabulary == other->vocabulary && tokenizers_agree(tokenizer, other->tokenizer)) return true;
-    return data_error(error,
-                      "%s has another vocabulary (of %d tokens) than %s (of %d); prepare both with one --tokenizer",
-                      folder, vocabulary, path_parent(other->file->path), other->vocabulary);
-}
-
-// Finds the vocabulary of the shards. Each folder that has some must have the same one.
-static bool read_vocabulary(Dataset* data, char* error) {
-    for (int i = 0; i < data->files; i++) {
-        const char *folder = path_parent(data->file[i].path), *tokenizer;
-        if (i > 0 && strcmp(folder, path_parent(data->file[i - 1].path)) == 0) continue;
-        int vocabulary;
-        if (!read_meta(folder, &vocabulary, &tokenizer, error)) return false;
-        if (i > 0 && !same_tokens(folder, vocabulary, tokenizer, data, error)) return false;
-        data->vocabulary = vocabulary;
-        if (!*data->tokenizer) snprintf(data->tokenizer, sizeof(data->tokenizer), "%s", tokenizer);
-    }
-    return true;
-}
-
-// Keeps the training part of the files, or the validation part: the end of each, in all `fraction` of the tokens. A
-// file whose share is below a window passes it on to the next. If no share is a window, or there is one file, the last
-// file with two windows gives at least one.
-static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
-    const int64_t window = (int64_t)T + 1;
-    assert(fraction > 0.0 && fraction < 1.0);
-    SCOPED int64_t* share = memory_zero((size_t)data->files, sizeof(int64_t));
-    double owed = 0.0;
-    int last = 0, kept = 0, sharing = 0;
-    for (int i = 0; i < data->files; i++) {
-        const int64_t tokens = data->file[i].tokens;
-        if (i > 0 && (tokens >= 2 * window || tokens > data->file[last].tokens)) last = i;
-        owed += fraction * (double)tokens;
-        if (data->files == 1 || owed < (double)window || tokens < 2 * window) continue;
-        share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
-        owed -= (double)share[i], sharing++;
-    }
-    if (sharing == 0) {
-        const DatasetFile* file = &data->file[last];
-        share[last] = (int64_t)(fraction * (double)file->tokens);
-        if (share[last] < window) share[last] = window;
-        if (file->tokens - share[last] < window) {
-            return data_error(error,
-                              "%s has %lld tokens: too few for a training and a validation part of a window of %lld "
-                              "tokens each; take more text or a shorter sequence length",
-                              file->path, (long long)file->tokens, (long long)window);
-        }
-    }
-    for (int i = 0; i < data->files; i++) {
-        DatasetFile file = data->file[i];
-        const bool val = part == DATASET_VALIDATION;
-        if (val) file.first = file.tokens - share[i];
-        file.tokens = val ? share[i] : file.tokens - share[i];
-        if (val && share[i] == 0) file_close(&file);
-        if (!val || share[i] > 0) data->file[kept++] = file;
-    }
-    data->files = kept;
-    data->mixed = part == DATASET_VALIDATION && sharing > 1;
-    return true;
-}
-
-// Leaves out, and counts, the files without a window; a data set of nothing else is refused.
-static bool leave_out_short(Dataset* data, int T, char* error) {
-    const int files = data->files;
-    int64_t longest = 0;
-    data->files = 0;
-    for (int i = 0; i < files; i++) {
-        DatasetFile file = data->file[i];
-        if (file.tokens > longest) longest = file.tokens;
-        if (file.tokens > T) {
-            data->file[data->files++] = file;
-        } else {
-            data->left_out++, data->left_out_tokens += file.tokens;
-            file_close(&file);
-        }
-    }
-    return data->files > 0 || data_error(error,
-                                         "%s has at most %lld tokens in each of %d files and a window of T = %d needs "
-                                         "%d; take more text or a shorter sequence length",
-                                         data->path, (long long)longest, files, T, T + 1);
-}
-
+// Opens files, which must be of one kind.
 static bool open_files(Dataset* data, char** paths, size_t count, DataFormat format, char* error) {
     data->file = memory_zero(count, sizeof(DatasetFile));
     for (size_t i = 0; i < count; i++) {
         DatasetFile* file = &data->file[data->files++];
-        if (!shard_open(file, paths[i], format, error)) return false;
-        bool bytes = file->width == 1;
-        if (i > 0 && bytes != data->bytes) {
-            return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
-                              data->path, paths[data->bytes ? i : 0], paths[data->bytes ? 0 : i]);
-        }
-        data->bytes = bytes;
+        if (!tokens_open(file, paths[i], format, error)) return false;
+        if (file->width == data->file->width) continue;
+        const bool shard = file->width == 2;
+        return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind", data->path,
+                          paths[shard ? i : 0], paths[shard ? 0 : i]);
     }
     return true;
 }
 
-// Opens the text in memory as a file of bytes.
-static bool open_text(Dataset* data, const void* text, int64_t bytes, char* error) {
-    const int descriptor = memfd_create(data->path, MFD_CLOEXEC);
-    data->file = memory_zero(1, sizeof(DatasetFile));
-    *data->file = (DatasetFile){text_copy(data->path), descriptor, bytes, 0, 0, bytes, 1};
-    data->files = 1, data->bytes = true;
-    return file_write_all(descriptor, data->path, text, bytes, error);
+// Takes the vocabulary of a shard's folder, which must be that of the shards before it: as many tokens, and no number
+// with two texts. It is that of meta.json, GPT-2's without one.
+static bool take_vocabulary(Dataset* data, const char* folder, char* error) {
+    const char *path = path_there(folder, "meta.json"), *tokenizer = tokenizer_exists(folder) ? folder : "";
+    JSON_SCOPED Json* meta = path ? json_read(path, error) : NULL;
+    if (path && !meta) return data_error(error, "%s; prepare the folder again", error);
+    const int64_t found = json_get(meta, "vocabulary") ? json_int(meta, "vocabulary", -1) : GPT2_VOCABULARY;
+    if (found < 1 || found > MAX_VOCABULARY) {
+        return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
+                          MAX_VOCABULARY);
+    }
+    const bool same = found == data->vocabulary && tokenizers_agree(tokenizer, data->tokenizer);
+    if (data->vocabulary > 0 && !same) {
+        return data_error(error,
+                          "%s has another vocabulary (of %lld tokens) than %s (of %d); prepare both with one "
+                          "--tokenizer",
+                          folder, (long long)found, path_parent(data->file->path), data->vocabulary);
+    }
+    data->vocabulary = (int)found;
+    if (!*data->tokenizer) data->tokenizer = tokenizer;
+    return true;
 }
 
-// Opens a part of the files that `path` names or, if there is one, of the text in memory.
-static bool open_part(Dataset* data, const char* path, const void* text, int64_t bytes, DataFormat format,
-                      DatasetPart part, double fraction, int T, char* error) {
-    __attribute__((cleanup(globfree))) glob_t list = {0};
-    size_t taken[2];
-    bool split = part != DATASET_WHOLE;  // each file has both parts
-    memset(data, 0, sizeof(*data));
-    snprintf(data->path, sizeof(data->path), "%s", path);
-    bool ok = (text ? open_text(data, text, bytes, error)
-                    : find_files(&list, taken, &split, path, part, error) &&
-                          open_files(data, list.gl_pathv + taken[0], taken[1] - taken[0], format, error));
-    ok = ok && (!split || split_files(data, part, fraction, T, error)) && leave_out_short(data, T, error);
-    for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
-    data->vocabulary = 256;
-    data->bytes_per_token = data->bytes ? 1.0 : 0.0;
-    ok = ok && (data->bytes || read_vocabulary(data, error));
+// Finds the tokens of each file that are validation data: its end, in all `fraction` of the tokens. A file whose share
+// is below a window passes it on to the next. If no share is a window, the last file with two windows gives one.
+static void find_shares(const Dataset* data, double fraction, int64_t window, int64_t* share) {
+    double owed = 0.0;
+    int last = 0, sharing = 0;
+    for (int i = 0; i < data->files; i++) {
+        const int64_t tokens = data->file[i].tokens;
+        owed += fraction * (double)tokens;
+        if (tokens < 2 * window) continue;
+        last = i;
+        if (owed < (double)window) continue;
+        share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
+        owed -= (double)share[i], sharing++;
+    }
+    if (sharing == 0) share[last] = window;
+}
+
+// Keeps a part of each file, and of the files those with a window. It counts the others, but for those without
+// validation data.
+static bool take_part(Dataset* data, DatasetPart part, bool split, double fraction, int T, char* error) {
+    const int64_t window = (int64_t)T + 1;
+    const int files = data->files;
+    const bool ends = split && part == DATASET_VALIDATION;
+    SCOPED int64_t* share = memory_zero((size_t)files, sizeof(int64_t));
+    int64_t longest = 0;
+    for (int i = 0; i < files; i++) longest = data->file[i].tokens > longest ? data->file[i].tokens : longest;
+    if (longest < (split ? 2 : 1) * window) {
+        return data_error(error,
+                          "%s has at most %lld tokens in each of %d files: too few for %s of %lld tokens; take more "
+                          "text or a shorter sequence length",
+                          data->path, (long long)longest, files,
+                          split ? "two windows (training, validation)" : "a window", (long long)window);
+    }
+    if (split) find_shares(data, fraction, window, share);
+    data->files = 0;
+    for (int i = 0; i < files; i++) {
+        DatasetFile file = data->file[i];
+        file.first = ends ? file.tokens - share[i] : 0;
+        file.tokens = ends ? share[i] : file.tokens - share[i];
+        if (file.tokens >= window) {
+            data->file[data->files++] = file, data->tokens += file.tokens;
+            continue;
+        }
+        if (!ends) data->left_out++, data->left_out_tokens += file.tokens;
+        file_close(&file);
+    }
+    data->mixed = ends && data->files > 1;
+    return true;
+}
+
+// Takes the part of the files that were opened; closes them if that fails or `ok` is false.
+static bool open_end(Dataset* data, bool ok, DatasetPart part, bool split, double fraction, int T, char* error) {
+    data->bytes = ok && data->file->width == 1;
+    ok = ok && take_part(data, part, split, fraction, T, error);
+    for (int i = 0; ok && !data->bytes && i < data->files; i++) {
+        const char* folder = path_parent(data->file[i].path);
+        const bool seen = i > 0 && strcmp(folder, path_parent(data->file[i - 1].path)) == 0;
+        ok = seen || take_vocabulary(data, folder, error);
+    }
+    if (data->bytes) data->vocabulary = 256, data->bytes_per_token = 1.0;
     if (!ok) dataset_close(data);
     return ok;
 }
 
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double fraction, int T,
                   char* error) {
-    return open_part(data, path, NULL, 0, format, part, fraction, T, error);
+    __attribute__((cleanup(globfree))) glob_t list = {0};
+    bool split = false;
+    *data = (Dataset){.path = path, .tokenizer = ""};
+    const bool ok =
+        find_files(&list, &split, path, part, error) && open_files(data, list.gl_pathv, list.gl_pathc, format, error);
+    return open_end(data, ok, part, split, fraction, T, error);
 }
 
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double fraction, int T,
                          char* error) {
-    return open_part(data, "the built-in text", text, bytes, DATA_BYTES, part, fraction, T, error);
+    *data = (Dataset){.path = "the built-in text", .tokenizer = "", .files = 1};
+    data->file = memory_zero(1, sizeof(DatasetFile));
+    *data->file = (DatasetFile){text_copy(data->path), memfd_create(data->path, MFD_CLOEXEC), 0, 0, bytes, 1};
+    const bool ok = file_write_all(data->file->descriptor, data->path, text, bytes, error);
+    return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }
 
 // Opens the training or the validation part.
 static bool open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
-    static const char* const formats[] = {"auto", "bytes", "shards"};  // as DataFormat numbers them
     const bool val = part == DATASET_VALIDATION && *source->val;
-    const char *path = val ? source->val : source->data, *option = val ? "--val" : "--data";
-    int format = 0;
-    while (strcmp(formats[format], source->format) != 0) format++;
+    const char* path = val ? source->val : source->data;
+    const DataFormat format = strcmp(source->format, "bytes") == 0    ? DATA_BYTES
+                              : strcmp(source->format, "shards") == 0 ? DATA_SHARDS
+                                                                      : DATA_AUTO;
     if (!*path) {
-        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error) ||
-               data_error(error, "the built-in text: %s", error);
+        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error);
     }
     // A folder has its own parts; a file that --data or --val names beside the other is used whole.
     if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
-    return dataset_open(data, path, (DataFormat)format, part, source->val_fraction, T, error) ||
-           data_error(error, "%s %s: %s", option, path, error);
+    return dataset_open(data, path, format, part, source->val_fraction, T, error) ||
+           data_error(error, "%s %s: %s", val ? "--val" : "--data", path, error);
 }
 
 bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, char* error) {
@@ -322,8 +268,7 @@ bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, i
         return data_error(error, "--val %s is %s and --data %s; prepare both alike", source->val,
                           val->bytes ? "read as bytes" : "tokens", train->bytes ? "is read as bytes" : "tokens");
     }
-    const char* folder = path_parent(val->file->path);
-    return val->bytes || same_tokens(folder, val->vocabulary, val->tokenizer, train, error);
+    return val->bytes || take_vocabulary(train, path_parent(val->file->path), error);
 }
 
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error) {
@@ -337,7 +282,7 @@ bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* 
 void dataset_close(Dataset* data) {
     for (int i = 0; i < data->files; i++) file_close(&data->file[i]);
     free(data->file);
-    memset(data, 0, sizeof(*data));
+    *data = (Dataset){.path = "", .tokenizer = ""};
 }
 
 // Reads `count` bytes of the file's tokens, from byte `at` on. Files are not mapped: one that is cut short would then

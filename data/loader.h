@@ -11,16 +11,16 @@
 C_LINKAGE_BEGIN
 
 typedef struct {
-    char path[4096];  // what the user named
-    int vocabulary;   // 256 for bytes; for shards the folder's meta.json or GPT-2's 50257
-    bool bytes;       // tokens are bytes
-    int64_t tokens;   // in all files
+    const char* path;  // what the user named
+    int vocabulary;    // 256 for bytes; for shards the folder's meta.json or GPT-2's 50257
+    bool bytes;        // tokens are bytes
+    int64_t tokens;    // in all files
     int files;
     int left_out;             // files that are shorter than a window
     int64_t left_out_tokens;  // in these
     uint32_t crc;             // set by dataset_fingerprint
     double bytes_per_token;   // for bits per byte: 1 for bytes, else set by dataset_count_bytes; 0 when unknown
-    char tokenizer[4096];     // folder that holds the tokenizer's files, "" when unknown or bytes
+    const char* tokenizer;    // folder that holds the tokenizer's files, "" when unknown or bytes
     bool mixed;               // the ends of several files: what is not shuffled is drawn from all of them
     struct DatasetFile* file;
 } Dataset;

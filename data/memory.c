@@ -1,16 +1,15 @@
 #include "memory.h"
-#include <fcntl.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #include "errors.h"
 
 enum {
-    STACK_BYTES = 1 << 20,  // about three times what any path through the program uses
-    BEGIN_BYTES = 16 << 20  // what the libraries take until main begins, and more
+    STACK_BYTES = 3 << 18,  // about twice what any path through the program uses
+    BEGIN_BYTES = 16 << 20  // more than the libraries take at their start
 };
 
 static const char* checkpoint = "";  // global, since callers of memory_missing know nothing of the run
@@ -158,19 +157,6 @@ FILE* text_stream(char** text, size_t* bytes) {
     return there(file, sizeof(FILE));
 }
 
-// Ends the process unless a limit leaves room for `need` bytes more than it uses now, which is the number `number` of
-// /proc/self/statm, in pages.
-static void limit_check(int resource, int number, size_t need) {
-    struct rlimit limit;
-    char text[128] = "", *at = text;
-    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
-    int file = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-    if (file < 0 || read(file, text, sizeof(text) - 1) < 0) text[0] = 0;
-    if (file >= 0) close(file);
-    for (int i = 0; i < number; i++) strtoull(at, &at, 10);
-    if (strtoull(at, NULL, 10) * (size_t)sysconf(_SC_PAGESIZE) + need > limit.rlim_cur) memory_missing(need);
-}
-
 // Touches every page of STACK_BYTES. Not inlined, since the caller's frame would then have this size.
 __attribute__((noinline)) static void stack_take(void) {
     volatile char stack[STACK_BYTES];
@@ -179,13 +165,9 @@ __attribute__((noinline)) static void stack_take(void) {
 }
 
 void memory_begin(void) {
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_cur < 2 * STACK_BYTES) {
-        static const char text[] = "train: error: the limit of the stack is below 2 MiB; type ulimit -s 8192 first\n";
-        if (write(2, text, sizeof(text) - 1) >= 0) _exit(2);
-        _exit(2);
-    }
-    limit_check(RLIMIT_AS, 0, STACK_BYTES + BEGIN_BYTES);
-    limit_check(RLIMIT_DATA, 5, STACK_BYTES + BEGIN_BYTES);
+    const size_t need = STACK_BYTES + BEGIN_BYTES;
+    void* room = mmap(NULL, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (room == MAP_FAILED) memory_missing(need);
+    munmap(room, need);
     stack_take();
 }

@@ -194,11 +194,10 @@ static bool parse_one(Options* options, int argc, char** argv, int* at, char* er
     if (!value) {
         const char* other = next ? text_kept("%.*s", (int)strcspn(next, "="), next) : "";
         const bool is_option = strncmp(other, "--", 2) == 0 && option_find(other + 2);
-        if (!next || (is_option && option->type != OPTION_TEXT))
-            return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
-        if (is_option) {
-            return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant", name,
-                              next, name, shell_word(next));
+        if (!next || is_option) {
+            const bool meant = is_option && option->type == OPTION_TEXT;  // perhaps: a text may begin with dashes
+            return data_error(error, "--%s needs a value; type --%s%s%s", name, name, meant ? "=" : " ",
+                              meant ? shell_word(next) : option->values);
         }
         value = next, ++*at;
     }

@@ -174,45 +174,32 @@ static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, in
     return joined >= 0;
 }
 
-// Reads the lines of merges.txt.
-static const char* read_merges(Tokenizer* tokenizer, const char* text, int64_t count) {
+// Reads the lines of merges.txt. The first one names the version; a later one may well begin with '#', a token like any
+// other.
+static const char* read_merges(Tokenizer* tokenizer, const char* text) {
     int rank = 0, number = 1;
-    for (const char *line = text, *end = text + count, *stop; line < end; line = stop + 1, number++) {
-        stop = memchr(line, '\n', (size_t)(end - line));
-        if (!stop) stop = end;
-        int64_t length = stop - line;
-        if (length > 0 && line[length - 1] == '\r') length--;
-        // The first line names the version; a later line may well begin with '#', a token like any other.
-        const bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
-        if (length > 0 && !version && !read_merge(tokenizer, line, length, rank++))
-            return text_kept("has a merge or line %d that is no pair of tokens whose joined text is a token", number);
+    for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n', number++) {
+        const int64_t length = (int64_t)strcspn(line, "\r\n");
+        if (length == 0 || (number == 1 && strncmp(line, "#version", 8) == 0)) continue;
+        if (!read_merge(tokenizer, line, length, rank++))
+            return text_kept("has a line %d that is no pair of tokens whose joined text is a token", number);
     }
-    for (int b = 0; b < 256; b++) {
-        const char byte = (char)b;
-        if (find_token(tokenizer, &byte, 1) < 0)
-            return text_kept("belongs to a vocabulary without a token for byte %d", b);
-    }
-    tokenizer->merges = tokenizer->encodes = true;
     return NULL;
 }
 
-// Returns tokenizer.json's list of merges, texts "left right" or pairs of texts, as the lines of a merges.txt; NULL:
-// it is none.
-static char* merge_lines(const Json* list, int64_t* bytes) {
-    char* text;
-    size_t length;
-    FILE* lines = text_stream(&text, &length);
-    bool good = list && list->kind == JSON_ARRAY;
-    for (const Json* merge = good ? list->child : NULL; merge && good; merge = merge->next) {
-        const Json *left = merge->kind == JSON_ARRAY ? merge->child : merge, *right = left ? left->next : NULL;
-        if (left == merge) right = merge;
-        good = left && left->kind == JSON_STRING && right && right->kind == JSON_STRING;
-        if (good) fprintf(lines, left == right ? "%s\n" : "%s %s\n", left->text, right->text);
+// Reads tokenizer.json's list of merges: texts "left right", or pairs of texts.
+static const char* list_merges(Tokenizer* tokenizer, const Json* list) {
+    int rank = 0;
+    if (!list || list->kind != JSON_ARRAY) return "holds no merges";
+    for (const Json* merge = list->child; merge; merge = merge->next, rank++) {
+        const Json *left = merge->kind == JSON_ARRAY ? merge->child : NULL, *right = left ? left->next : NULL;
+        const bool pair = right && left->kind == JSON_STRING && right->kind == JSON_STRING;
+        SCOPED char* line =
+            pair ? text_format("%s %s", left->text, right->text) : text_copy(merge->text ? merge->text : "");
+        if (!read_merge(tokenizer, line, (int64_t)strlen(line), rank))
+            return text_kept("has a merge %d that is no pair of tokens whose joined text is a token", rank);
     }
-    fclose(lines);
-    *bytes = (int64_t)length;
-    if (!good) free(text);
-    return good ? text : NULL;
+    return NULL;
 }
 
 // Returns what tokenizer.json describes that the encoder here, byte-pair encoding of bytes in GPT-2's words, does not
@@ -242,33 +229,45 @@ static bool is_of_characters(const Tokenizer* tokenizer) {
     return true;
 }
 
-// Reads vocab.json and merges.txt, and what tokenizer.json or added_tokens.json beside them add; or tokenizer.json
-// alone.
+// Says which bytes have no token of their own, which byte-pair encoding begins with; NULL: none.
+static const char* bytes_missing(const Tokenizer* tokenizer) {
+    for (int b = 0; b < 256; b++) {
+        const char byte = (char)b;
+        if (find_token(tokenizer, &byte, 1) < 0)
+            return text_kept("belongs to a vocabulary without a token for byte %d", b);
+    }
+    return NULL;
+}
+
+// Reads tokenizer.json, or vocab.json, merges.txt, and the tokens that one of the others adds.
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    const char* path = path_there(folder, "vocab.json");
-    const char* merges = path ? path_there(folder, "merges.txt") : NULL;
-    const char* whole = path_there(folder, "tokenizer.json");
-    const char* more = whole ? whole : path_there(folder, "added_tokens.json");
+    const char *path = path_there(folder, "vocab.json"), *whole = path_there(folder, "tokenizer.json"),
+               *merges = path ? path_there(folder, "merges.txt") : NULL,
+               *more = whole ? whole : path_there(folder, "added_tokens.json"), *wrong = NULL;
     const bool alone = whole && !merges;
+    int64_t bytes;
     if (!path && !whole) return data_error(error, "%s holds neither vocab.json nor tokenizer.json", folder);
     if (alone) path = whole;
-    JSON_SCOPED Json* names = alone ? NULL : json_read(path, error);
-    JSON_SCOPED Json* beside = more ? json_read(more, error) : NULL;
-    if ((!alone && !names) || (more && !beside)) return false;
-    const Json* model = alone ? json_get(beside, "model") : NULL;
-    const char* wrong = alone ? other_tokenizer(beside) : NULL;
-    int64_t bytes = 0;
-    SCOPED char* text = alone ? merge_lines(json_get(model, "merges"), &bytes) : NULL;
-    if (!text && merges && !(text = file_read(merges, &bytes, error))) return false;
-    if (alone && !wrong && !text) wrong = "holds no merges, or one that is no pair of texts";
+    JSON_SCOPED Json* names = json_read(path, error);
+    JSON_SCOPED Json* beside = names && more ? json_read(more, error) : NULL;
+    SCOPED char* lines = names && merges ? file_read(merges, &bytes, error) : NULL;
+    if (!names || (more && !beside) || (merges && !lines)) return false;
+    const Json* model = json_get(names, "model");
+    if (alone) wrong = other_tokenizer(names);
     if (!wrong) wrong = add_object(tokenizer, alone ? json_get(model, "vocab") : names, false);
     if (!wrong && more) {
         path = more;
         wrong = whole ? add_list(tokenizer, json_get(beside, "added_tokens")) : add_object(tokenizer, beside, true);
     }
-    if (!wrong) make_slots(tokenizer);
-    if (!wrong && text) path = alone ? whole : merges, wrong = read_merges(tokenizer, text, bytes);
-    if (!wrong && !text) tokenizer->encodes = tokenizer->characters = is_of_characters(tokenizer);
+    if (wrong) return data_error(error, "%s %s", path, wrong);
+    make_slots(tokenizer);
+    tokenizer->merges = alone || merges;
+    tokenizer->characters = !tokenizer->merges && is_of_characters(tokenizer);
+    tokenizer->encodes = tokenizer->merges || tokenizer->characters;
+    if (merges) path = merges;
+    if (tokenizer->merges)
+        wrong = alone ? list_merges(tokenizer, json_get(model, "merges")) : read_merges(tokenizer, lines);
+    if (tokenizer->merges && !wrong) wrong = bytes_missing(tokenizer);
     return !wrong || data_error(error, "%s %s", path, wrong);
 }
 

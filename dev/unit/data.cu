@@ -48,8 +48,8 @@ DATA_TEST(data_files) {
     const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
     for (const auto& row : parents)
         expect(strcmp(path_parent(row[0]), row[1]) == 0, "%s of %s", path_parent(row[0]), row[0]);
-    expect_refused(folder_make(path, error), error, "there is a file of that name");
-    expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
+    expect_refused(folder_make(path, error), error, "a file or link has that name");
+    expect_refused(folder_make(joined(folder, "a/b"), error), error, "a file or link has that name");
     expect_refused(folder_make("", error), error, "without a name");
     expect_refused(file_read(joined(folder, "none"), &bytes, error), error, "none: No such file");
     expect_refused(file_read(folder, &bytes, error), error, "not a regular file");

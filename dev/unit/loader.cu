@@ -1,4 +1,4 @@
-// Unit tests of data/loader.h and data/tokenizer.h.
+// Unit tests of data/loader.h, and of the tokenizer's files.
 //
 // Shards hold tokens that are a function of their position, so a window tells where it was read. test_prepare.py and
 // test_vocabulary.py compare the tokenizer with tiktoken's and the tokenizers library's.
@@ -29,20 +29,15 @@ TEST(data_shuffle) {
     // Two permutations that have nothing to do with each other agree in one place on average (Poisson), and so does one
     // with the identity; neighbours stay neighbours in 2 places.
     const int64_t n = 65537;
-    int seeds = 0, epochs = 0, fixed = 0, neighbours = 0;
-    double distance = 0.0;
+    int seeds = 0, epochs = 0, fixed = 0, neighbours = 0, swapped = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t to = shuffle_index(1, 0, i, n);
         seeds += to == shuffle_index(2, 0, i, n);
         epochs += to == shuffle_index(1, 1, i, n);
         fixed += to == i;
         neighbours += i + 1 < n && llabs(shuffle_index(1, 0, i + 1, n) - to) == 1;
-        distance += (double)llabs(to - i) / (double)n;
     }
     expect(seeds < 12 && epochs < 12 && fixed < 12 && neighbours < 12, "%d %d %d %d", seeds, epochs, fixed, neighbours);
-    // |to - i| / n of independent uniforms: mean 1/3, deviation sqrt(1/18 / n) = 0.0009.
-    expect(fabs(distance / (double)n - 1.0 / 3.0) < 0.006, "mean distance %g", distance / (double)n);
-    int swapped = 0;
     for (uint64_t seed = 0; seed < 1000; seed++) swapped += shuffle_index(seed, 0, 0, 2) == 1;
     expect(swapped > 400 && swapped < 600, "of two, %d in 1000 seeds are swapped", swapped);
     // No table could hold these sizes.
@@ -53,17 +48,11 @@ TEST(data_shuffle) {
     }
 }
 
-// T is part of what is checked on opening.
-static Dataset open_data(Test* test, const char* path, DatasetPart part, double fraction, int T) {
+// Opens all of a file. T is part of what is checked on opening.
+static Dataset open_data(Test* test, const char* path, int T) {
     Dataset data;
-    expect(dataset_open(&data, path, DATA_AUTO, part, fraction, T, error), "%s", error);
+    expect(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, T, error), "%s", error);
     return data;
-}
-
-static void expect_not_opened(Test* test, const char* path, DatasetPart part, double fraction, int T, const char* why) {
-    Dataset data;
-    expect_refused(dataset_open(&data, path, DATA_AUTO, part, fraction, T, error), error, why);
-    expect(data.file == NULL && data.files == 0, "the dataset is left half open");
 }
 
 // Reads the first `count` sequences from `first` on, T+1 tokens each, through batches of B.
@@ -88,7 +77,7 @@ static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, 
 DATA_TEST(data_loader_order) {
     enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
     put_shard(joined(folder, "train.bin"), 0, TOKENS, token_of);
-    const Dataset data = open_data(test, joined(folder, "train.bin"), DATASET_WHOLE, 0, T);
+    const Dataset data = open_data(test, joined(folder, "train.bin"), T);
     expect(dataset_windows(&data, T) == 37 && data.tokens == TOKENS && !data.bytes, "windows");
     static int want[SEQUENCES * (T + 1)], got[SEQUENCES * (T + 1)];
     // The order by definition: sequence n is window permutation(seed, n / windows, n mod windows).
@@ -132,46 +121,22 @@ DATA_TEST(data_loader_order) {
     for (int n = 0; n < 80; n++) expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
 }
 
-// A batch keeps its contents through the next call, while the thread fills the buffers ahead.
-TEST(data_loader_two_batches_in_use) {
-    enum { T = 64, B = 16, N = B * T };
-    static char text[100000];
-    uint64_t state = 4;
-    for (char& c : text) c = (char)random_next(&state);
-    Dataset data;
-    expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
+// A batch keeps its contents through the next call, while the thread fills the buffers ahead. Its positions are listed
+// by token.
+DATA_TEST(data_loader_batches) {
+    enum { T = 32, B = 8, N = B * T };
+    put_shard(joined(folder, "x.bin"), 0, 10000, [](int64_t i) { return i % 3 ? (int)(i * i % 50257) : 50256; });
+    const Dataset data = open_data(test, joined(folder, "x.bin"), T);
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     static int kept[N];
     const Batch* last = NULL;
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; loader && i < 300; i++) {
         const Batch* batch = loader_next(loader, error);
         if (i % 50 == 0) usleep(3000);
         if (last) expect(memcmp(last->tokens, kept, sizeof(kept)) == 0, "batch %d changed", i - 1);
         memcpy(kept, batch->tokens, sizeof(kept));
         last = batch;
-    }
-    loader_close(loader);
-    // It can be closed at once, with the thread at work, and with a thread that waits.
-    for (int i = 0; i < 20; i++) {
-        loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
-        if (i % 2) usleep(500);
-        loader_close(loader);
-    }
-}
-
-static int identity(int64_t i) {
-    return (int)i;
-}
-
-DATA_TEST(data_loader_buckets) {
-    enum { T = 32, B = 8, N = B * T };
-    put_shard(joined(folder, "x.bin"), 0, 10000, [](int64_t i) { return i % 3 ? (int)(i * i % 50257) : 50256; });
-    const Dataset data = open_data(test, joined(folder, "x.bin"), DATASET_WHOLE, 0, T);
-    Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
-    expect(loader, "%s", error);
-    for (int i = 0; loader && i < 20; i++) {
-        const Batch* batch = loader_next(loader, error);
         bool seen[N] = {false};
         int distinct = 0, wrong = 0;
         for (int j = 0; j < N; j++) {
@@ -188,130 +153,115 @@ DATA_TEST(data_loader_buckets) {
         expect(batch->bucket[2 * distinct] == -1 && batch->bucket[2 * distinct + 1] == N, "the last row");
     }
     loader_close(loader);
+    // It can be closed at once, with the thread at work, and with a thread that waits.
+    for (int i = 0; i < 20; i++) {
+        loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
+        if (i % 2) usleep(500);
+        loader_close(loader);
+    }
 }
 
-// The parts of one file share no token, and together they are the file.
-DATA_TEST(data_loader_split) {
-    enum { T = 10 };
-    const char* path = joined(folder, "x.bin");
-    put_shard(path, 0, 1000, identity);
-    Dataset train = open_data(test, path, DATASET_TRAIN, 0.1, T);
-    Dataset validation = open_data(test, path, DATASET_VALIDATION, 0.1, T);
-    expect(train.tokens == 900 && validation.tokens == 100, "%lld and %lld", (long long)train.tokens,
-           (long long)validation.tokens);
-    int tokens[T], targets[T], largest = -1, least = 1 << 20;
-    for (int64_t w = 0; w < dataset_windows(&train, T); w++) {
-        dataset_window(&train, T, w, tokens, targets, error);
-        if (targets[T - 1] > largest) largest = targets[T - 1];
-    }
-    for (int64_t w = 0; w < dataset_windows(&validation, T); w++) {
-        dataset_window(&validation, T, w, tokens, targets, error);
-        if (tokens[0] < least) least = tokens[0];
-    }
-    expect(largest < least && least == 900 && largest == 890, "training to %d, validation from %d", largest, least);
-    dataset_close(&train), dataset_close(&validation);
-    // A fraction below a window is raised to one; the smallest file that can be split.
-    validation = open_data(test, path, DATASET_VALIDATION, 1e-6, T);
-    expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld", (long long)validation.tokens);
-    char text[64] = "0123456789012345678901234567890";
-    expect(dataset_open_memory(&train, text, 2 * T + 2, DATASET_TRAIN, 0.1, T, error), "%s", error);
-    expect(train.tokens == T + 1 && train.vocabulary == 256, "%lld", (long long)train.tokens);
-    expect_refused(dataset_open_memory(&train, text, 2 * T + 1, DATASET_TRAIN, 0.1, T, error), error, "too few");
-    expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
-                   "a window of T = 10 needs 11");
-    // The last target needs a token of its own: 30 bytes make 2 windows of 10 and not 3.
-    text[5] = '\xFF';
-    expect(dataset_open_memory(&train, text, 30, DATASET_WHOLE, 0, T, error), "%s", error);
-    expect(train.bytes && train.bytes_per_token == 1.0 && dataset_windows(&train, T) == 2, "windows of bytes");
-    expect(dataset_window(&train, T, 0, tokens, targets, error) && tokens[5] == 255 && targets[4] == 255, "%s", error);
-}
-
-// Opens what the pattern names in a folder, and expects the first token of every window, which tells which files were
-// taken and in which order, or a refusal.
-static void expect_opens(Test* test, const char* folder, const char* pattern, DatasetPart part, const char* want) {
+// Returns the first token of every window of T = 10, which tells which files were taken, in which order and where they
+// were cut; or why nothing was opened. A quarter is for validation.
+static const char* opened(const char* path, DataFormat format, DatasetPart part) {
     Dataset data;
-    const char* path = *pattern ? joined(folder, pattern) : folder;
-    const bool opened = dataset_open(&data, path, DATA_AUTO, part, 0.25, 10, error);
-    const char* firsts = printed([&](FILE* file) {
+    if (!dataset_open(&data, path, format, part, 0.25, 10, error))
+        return data.file || data.files ? "the dataset is left half open" : error;
+    return printed([&](FILE* file) {
         int tokens[10], targets[10];
-        for (int64_t w = 0; opened && w < dataset_windows(&data, 10); w++)
+        for (int64_t w = 0; w < dataset_windows(&data, 10); w++)
             fprintf(file, "%s%d", w ? " " : "", dataset_window(&data, 10, w, tokens, targets, error) ? tokens[0] : -1);
+        if (data.left_out) fprintf(file, ", %lld tokens left out", (long long)data.left_out_tokens);
     });
-    expect(opened ? strcmp(firsts, want) == 0 : data.file == NULL && strstr(error, want) != NULL, "%s: '%s', want '%s'",
-           pattern, opened ? firsts : error, want);
 }
 
-DATA_TEST(data_loader_glob) {
-    const auto shard = [&](const char* name, int first, int tokens) {
-        put_shard(joined(folder, name), first, tokens, identity);
+// Each row has files (a name, the first token or character, how many), what of them is opened, and what comes of it.
+TEST(data_loader_files) {
+    const DatasetPart T = DATASET_TRAIN, V = DATASET_VALIDATION, W = DATASET_WHOLE;
+    const char *three = "c_1.bin 100 25 c_0.bin 0 31 c_2.bin 200 41", *text = "d.txt 97 35",
+               *folder = "train_0.bin 0 31 train_1.bin 100 25 val_0.bin 300 21 notes.txt 97 40";
+    const std::tuple<const char*, const char*, DatasetPart, const char*> rows[] = {
+        // The parts of one file are the file; a small one gives a window.
+        {"x.bin 0 100", "x.bin", T, "0 10 20 30 40 50 60"},
+        {"x.bin 0 100", "x.bin", V, "75 85"},
+        {"x.bin 0 30", "x.bin", T, "0"},
+        {"x.bin 0 30", "x.bin", V, "19"},
+        {"x.bin 0 22", "x.bin", T, "0"},
+        {"x.bin 0 22", "x.bin", V, "11"},
+        {"x.bin 0 21", "x.bin", T, "x.bin has at most 21 tokens in each of 1 files: too few for two windows"},
+        {"x.bin 0 10", "x.bin", W, "too few for a window of 11 tokens"},
+        {"x.bin 0 0", "x.bin", W, "has at most 0 tokens"},
+        // The last target needs a token of its own. Bytes are from 0 to 255.
+        {"x 250 30", "x", W, "250 4"},
+        // Several files, by their names. A quarter of the first is 7.75 tokens, less than a window, which the second
+        // gives with its 6.25.
+        {three, "c_?.bin", W, "0 10 20 100 110 200 210 220 230"},
+        {three, "c_?.bin", T, "0 10 20 100 200 210 220 230"},
+        {three, "c_?.bin", V, "111"},
+        {three, "none*", T, "no file matches"},
+        {"c_0.bin 0 31 c_1.txt 40 35", "c_*", W, "name one kind"},
+        {"b.txt 42 30 a.txt 40 30", "*.txt", W, "40 50 42 52"},
+        {"a[1].txt 97 30 a1.txt 40 30", "a[1].txt", W, "97 107"},
+        // Files shorter than a window are left out, wherever they are, and their share is that of others.
+        {"a 97 100 b 97 100 c 97 5", "?", T,
+         "97 107 117 127 137 147 157 97 107 117 127 137 147 157, 5 tokens left out"},
+        {"a 97 100 b 97 5 c 97 100", "?", V, "172 182 171 181"},
+        {"a 97 5 b 97 16", "?", W, "97, 5 tokens left out"},
+        {"a 97 10 b 97 10 c 97 100", "?", V, "167 177"},
+        {"a 97 24 b 97 21 c 97 20", "?", T, "97 97 107 97"},
+        {"a 97 24 b 97 21 c 97 20", "?", V, "110"},
+        {"a 97 10 b 97 5 c 97 1", "?", W, "has at most 10 tokens in each of 3 files"},
+        // A folder has its own parts.
+        {folder, "", T, "0 10 20 100 110"},
+        {folder, "", V, "300 310"},
+        {"train_0.bin 0 44", "", V, "33"},
+        {"val_0.bin 0 44 notes.txt 97 40", "", T, "holds no train_*.bin to train on"},
+        {text, "none.bin", T, "No such file"},
+        {text, "d.txt/y", T, "Not a directory"},
+        {"x.bin 97 2", "x.txt", W, "No such file"},
     };
-    shard("c_train_1.bin", 100, 25), shard("c_train_0.bin", 0, 31), shard("c_train_2.bin", 200, 41);
-    const char* all = "0 10 20 100 110 200 210 220 230";
-    expect_opens(test, folder, "c_train_*.bin", DATASET_WHOLE, all);
-    // A quarter of the first shard is 7.75 tokens, less than a window, which the second gives with its 6.25.
-    expect_opens(test, folder, "c_train_*.bin", DATASET_TRAIN, "0 10 20 100 200 210 220 230");
-    expect_opens(test, folder, "c_train_*.bin", DATASET_VALIDATION, "111");
-    expect_opens(test, folder, "none*", DATASET_TRAIN, "no file matches");
-    put_text(joined(folder, "c_train_3.txt"), "some text, long enough for a window");
-    expect_opens(test, folder, "c_train_*", DATASET_WHOLE, "name one kind");
-    put_text(joined(folder, "d.txt"), "some more text, long enough for a window");
-    expect_opens(test, folder, "*.txt", DATASET_WHOLE, "115 32 103 115 116 32");
-}
-
-DATA_TEST(data_loader_folder) {
-    put_text(joined(folder, "notes.txt"), "notes");
-    expect_opens(test, folder, "", DATASET_TRAIN, "holds no train_*.bin");
-    put_shard(joined(folder, "val_000000.bin"), 300, 21, identity);
-    expect_opens(test, folder, "", DATASET_TRAIN, "no train_*.bin to train on");
-    put_shard(joined(folder, "train_000000.bin"), 0, 31, identity);
-    put_shard(joined(folder, "train_000001.bin"), 100, 25, identity);
-    expect_opens(test, folder, "", DATASET_TRAIN, "0 10 20 100 110");
-    expect_opens(test, folder, "", DATASET_VALIDATION, "300 310");
-    expect_opens(test, folder, "", DATASET_WHOLE, "0 10 20 100 110 300 310");
-    Dataset data = open_data(test, folder, DATASET_TRAIN, 0.1, 10);
-    expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
-    put_text(joined(folder, "meta.json"), "{\"vocabulary\": 320, \"tokenizer\": \"gpt2\"}");
-    put_text(joined(folder, "vocab.json"), "{}");
-    for (const char* path : {folder, joined(folder, "train_*.bin"), joined(folder, "val_000000.bin")}) {
-        for (DatasetPart part : {DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE}) {
-            if (path != folder && part != DATASET_WHOLE) continue;
-            data = open_data(test, path, part, 0.1, 10);
-            expect(data.vocabulary == 320 && data.bytes_per_token == 0, "%s: %g", path, data.bytes_per_token);
-            expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
+    for (const auto& [files, path, part, want] : rows) {
+        const char* in = new_folder();
+        char name[64];
+        int first, count, used;
+        for (const char* at = files; sscanf(at, "%63s %d %d%n", name, &first, &count, &used) == 3; at += used) {
+            char bytes[256];
+            for (int i = 0; i < count && i < 256; i++) bytes[i] = (char)(first + i);
+            if (text_ends(name, ".bin")) {
+                put_shard(joined(in, name), first, count, [](int64_t i) { return i; });
+            } else {
+                put(joined(in, name), bytes, count);
+            }
         }
+        const char* got = opened(*path ? joined(in, path) : in, strchr(files, '.') ? DATA_AUTO : DATA_BYTES, part);
+        expect(*want <= '9' ? strcmp(got, want) == 0 : strstr(got, want) != nullptr, "%s of %s: '%s', want '%s'", path,
+               files, got, want);
     }
 }
 
 DATA_TEST(data_loader_bad_files) {
-    enum { T = 10 };
-    Dataset data;
     const char* path = joined(folder, "x.bin");
-    const std::tuple<int, int, int, int, const char*> headers[] = {
-        {100, -1, 20240522, 1, "a file of llm.c, but no shard of 16-bit tokens"},
-        {100, -1, 20240326, 1, "(its first number is 20240326); name those or a text"},
-        {100, -1, 20240801, 7, "a file of llm.c, but no shard of 16-bit tokens"},
-        {100, -1, 20240520, 2, "version 2 and version 1 can be read"},
-        {100, 101, 20240520, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
-        {100, 99, 20240520, 1, "corrupted: its header says 99 tokens"},
-        {100, 2000000000, 20240520, 1, "truncated"},
-        {T, -1, 20240520, 1, "a window of T = 10 needs 11"},
-        {0, -1, 20240520, 1, "has at most 0 tokens"}};
+    const auto refused = [&](const char* why) {
+        const char* got = opened(path, DATA_AUTO, DATASET_WHOLE);
+        expect(strstr(got, "x.bin") && strstr(got, why), "'%s', want '%s'", got, why);
+    };
+    const std::tuple<int, int, const char*> headers[] = {
+        {-1, 2, "version 2 and version 1 can be read"},
+        {101, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
+        {99, 1, "corrupted: its header says 99 tokens"},
+        {2000000000, 1, "truncated"}};
+    for (const auto& [claimed, version, why] : headers) {
+        put_shard(path, 0, 100, token_of, claimed, 20240520, version);
+        refused(why);
+    }
+    put_shard(path, 0, 100, token_of, -1, 20240801, 7);
+    refused("is binary");
     const char* const texts[][2] = {
         {"", "is empty"},
         {"ab", "not a shard of tokens"},
         {"Once upon a time there was a text in a file called .bin", "or type --data-format bytes to train"}};
-    auto refused = [&](const char* why) {
-        expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, why);
-        expect(strstr(error, "x.bin"), "%s does not name the file", error);
-        expect(data.file == NULL && data.files == 0, "the dataset is left half open");
-    };
-    refused("No such file");
     for (const auto& [text, why] : texts) {
         put_text(path, text);
-        refused(why);
-    }
-    for (const auto& [tokens, claimed, magic, version, why] : headers) {
-        put_shard(path, 0, tokens, token_of, claimed, magic, version);
         refused(why);
     }
     put_shard(path, 0, 100, token_of);
@@ -319,22 +269,77 @@ DATA_TEST(data_loader_bad_files) {
         expect(truncate(path, length) == 0, "%s", strerror(errno));
         refused("truncated");
     }
-    path = joined(folder, "x.bin/y");
-    refused("Not a directory");
-    expect_not_opened(test, "/dev/null", DATASET_WHOLE, 0.1, T, "not a regular file");
+    expect(strstr(opened("/dev/null", DATA_AUTO, DATASET_WHOLE), "not a regular file"), "%s", error);
+    // A name of any length must fit the sentence's buffer.
     static char longest[5000];
     memset(longest, 'a', 4999);
-    expect_not_opened(test, longest, DATASET_WHOLE, 0.1, T, "over 4000 characters");
-    // A name of any length must fit the sentence's buffer.
-    longest[3999] = 0;
-    expect_not_opened(test, longest, DATASET_WHOLE, 0.1, T, "cannot open aaa");
+    expect(strstr(opened(longest, DATA_AUTO, DATASET_WHOLE), "cannot open aaa"), "%s", error);
+}
+
+// Bits per byte are of the tokens that a validation reads, without <|endoftext|>. All shards must have one vocabulary.
+DATA_TEST(data_loader_vocabularies) {
+    enum { T = 10 };
+    static const char* const names[] = {"{\"a\": 0, \"bbb\": 1, \"<|endoftext|>\": 2}",
+                                        "{\"a\": 0, \"ccc\": 1, \"b\": 2}",
+                                        "{\"a\": 0, \"bbb\": 1, \"<|endoftext|>\": 2}"};
+    const char* of[3];
+    for (int i = 0; i < 3; i++) {
+        of[i] = joined(folder, formatted("f%d", i));
+        mkdir(of[i], 0755);
+        put_text(joined(of[i], "vocab.json"), names[i]);
+        put_text(joined(of[i], "meta.json"), i == 2 ? "{\"vocabulary\": 4}" : "{\"vocabulary\": 3}");
+        put_shard(joined(of[i], "train_0.bin"), 0, 1000, [](int64_t n) { return n % 20 == 0 ? 2 : n < 500; });
+        put_shard(joined(of[i], "val_0.bin"), 0, 1001, [](int64_t n) { return n % 20 == 0 ? 2 : n < 500; });
+    }
+    Dataset train, val;
+    DataSource source = {of[0], "", "auto", 0.1, "", 0};
+    // Targets 1 to 500 and 1 to 1000: of 20 tokens 19 have a text, of three bytes and then of one.
+    for (const auto& [tokens, bytes] : {std::tuple(500, 475 * 3), std::tuple(1000, 475 * 3 + 475)}) {
+        expect(dataset_open_both(&train, &val, &source, T, error) && dataset_count_bytes(&val, T, tokens, error), "%s",
+               error);
+        expect(val.bytes_per_token == (double)bytes / tokens, "%d tokens: %g bytes each", tokens, val.bytes_per_token);
+        expect(val.vocabulary == 3 && strcmp(val.tokenizer, of[0]) == 0, "%d tokens", val.vocabulary);
+    }
+    for (int i = 1; i < 3; i++) {
+        source = {of[0], of[i], "auto", 0.1, "", 0};
+        expect_refused(dataset_open_both(&train, &val, &source, T, error), error, "has another vocabulary (of");
+        source = {joined(folder, formatted("f[0%d]/train_*.bin", i)), "", "auto", 0.1, "", 0};
+        expect_refused(dataset_open_both(&train, &val, &source, T, error), error, "prepare both with one --tokenizer");
+    }
+    put_text(joined(of[1], "vocab.json"), names[0]);
+    source = {joined(folder, "f[01]/train_*.bin"), of[1], "auto", 0.1, "", 0};
+    expect(dataset_open_both(&train, &val, &source, T, error), "%s", error);
+    unlink(joined(of[0], "meta.json")), unlink(joined(of[0], "vocab.json"));
+    const Dataset plain = open_data(test, joined(of[0], "*.bin"), T);
+    expect(plain.vocabulary == 50257 && plain.bytes_per_token == 0 && !*plain.tokenizer, "without meta.json");
+}
+
+// Each of several texts gives its end, and the first windows are of all of them.
+DATA_TEST(data_loader_mixed_validation) {
+    enum { T = 16, FILES = 8 };
+    for (int i = 0; i < FILES; i++) {
+        char text[4001] = "";
+        memset(text, 'a' + i, 4000);
+        put_text(joined(folder, formatted("%d.txt", i)), text);
+    }
+    Dataset val;
+    expect(dataset_open(&val, joined(folder, "*.txt"), DATA_AUTO, DATASET_VALIDATION, 0.1, T, error), "%s", error);
+    expect(val.mixed && val.files == FILES && val.tokens == FILES * 400, "%lld tokens", (long long)val.tokens);
+    Loader* loader = loader_open(&val, 24, T, 0, false, 0, {0, 0}, malloc, free, error);
+    const Batch* batch = loader_next(loader, error);
+    bool seen[FILES] = {};
+    int found = 0;
+    for (int b = 0; b < 24; b++) seen[batch->tokens[b * T] - 'a'] = true;
+    for (bool one : seen) found += one;
+    expect(found >= 6, "24 windows are of %d files", found);
+    loader_close(loader);
 }
 
 DATA_TEST(data_loader_token_above_vocabulary) {
     enum { T = 10 };
     put_shard(joined(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
     put_shard(joined(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
-    const Dataset data = open_data(test, joined(folder, "?.bin"), DATASET_WHOLE, 0, T);
+    const Dataset data = open_data(test, joined(folder, "?.bin"), T);
     int tokens[T], targets[T];
     const char* wanted = "x.bin holds token 50257 at position 70 and the vocabulary has 50257 tokens";
     expect(dataset_window(&data, T, 5, tokens, targets, error), "%s", error);
@@ -354,39 +359,35 @@ DATA_TEST(data_loader_token_above_vocabulary) {
 // Files may be over 2 GiB: of a shard and of bytes, both sparse, the last window holds what was written there.
 DATA_TEST(data_loader_over_2_gib) {
     enum { T = 64 };
-    const int64_t tokens = 64 * (20ll << 20) + 1;  // 1.34e9 tokens, 2.5 GiB
-    const char* names[] = {"x.bin", "x.dat"};
-    for (int bytes = 0; bytes < 2; bytes++) {
-        const char* path = joined(folder, names[bytes]);
-        int width = bytes ? 1 : 2;
-        int64_t count = bytes ? 2 * tokens - 1 : tokens, start = bytes ? 0 : 1024, size = start + count * width;
-        int descriptor = open(path, O_RDWR | O_CREAT, 0600);
-        int32_t header[3] = {20240520, 1, (int32_t)tokens};
-        unsigned char last[(T + 1) * 2];
-        for (int i = 0; i < (T + 1) * 2; i++) last[i] = (unsigned char)(i % 2 && !bytes ? 1 : i + 3);
-        bool fine = ftruncate(descriptor, size) == 0 && (bytes || pwrite(descriptor, header, 12, 0) == 12);
-        fine = fine && pwrite(descriptor, last, (size_t)((T + 1) * width), size - (T + 1) * width) == (T + 1) * width;
+    for (int width : {1, 2}) {
+        const char* path = joined(folder, width == 1 ? "x.dat" : "x.bin");
+        const int64_t tokens = (int64_t)((5ll << 29) / width) / T * T + 1, begin = width == 1 ? 0 : 1024;
+        const int32_t header[3] = {20240520, 1, (int32_t)tokens};
+        uint16_t last[T + 1];
+        uint8_t last_bytes[T + 1];
+        for (int i = 0; i <= T; i++) last[i] = last_bytes[i] = (uint8_t)(i + 3);
+        const int descriptor = open(path, O_RDWR | O_CREAT, 0600);
+        const int64_t piece = (T + 1) * width;
+        bool fine = ftruncate(descriptor, begin + tokens * width) == 0;
+        fine = fine && (width == 1 || pwrite(descriptor, header, 12, 0) == 12);
+        const void* from = width == 1 ? (void*)last_bytes : (void*)last;
+        fine = fine && pwrite(descriptor, from, (size_t)piece, begin + tokens * width - piece) == piece;
         close(descriptor);
         if (!fine) skip("no sparse files of 2.5 GiB here: %s", strerror(errno));
-        Dataset data;
-        const DataFormat format = bytes ? DATA_BYTES : DATA_AUTO;  // zeros are no text
-        expect(dataset_open(&data, path, format, DATASET_WHOLE, 0, T, error), "%s", error);
-        int64_t windows = dataset_windows(&data, T);
-        expect(data.tokens == count && windows == (count - 1) / T, "%lld tokens", (long long)data.tokens);
-        int in_window[T], targets[T];
-        expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
-        for (int t = 0; t <= T; t++) {
-            int want = bytes ? last[t] : last[2 * t] | last[2 * t + 1] << 8,
-                got = t < T ? in_window[t] : targets[T - 1];
-            expect(got == want, "%s: position %d is %d, not %d", names[bytes], t, got, want);
+        for (DatasetPart part : {DATASET_WHOLE, DATASET_VALIDATION}) {
+            Dataset data;
+            int got[T], targets[T];
+            // Zeros are no text.
+            expect(dataset_open(&data, path, width == 1 ? DATA_BYTES : DATA_AUTO, part, 0.01, T, error), "%s", error);
+            const int64_t want = part == DATASET_WHOLE ? tokens : (int64_t)(0.01 * (double)tokens),
+                          windows = dataset_windows(&data, T);
+            expect(data.tokens == want && windows == (want - 1) / T, "%lld tokens", (long long)data.tokens);
+            expect(dataset_window(&data, T, windows / 2, got, targets, error) && got[0] == 0, "the middle");
+            expect(dataset_window(&data, T, windows - 1, got, targets, error), "%s", error);
+            for (int t = 0; t < T && part == DATASET_WHOLE; t++)
+                expect(got[t] == last[t] && targets[t] == last[t + 1], "%s: position %d is %d", path, t, got[t]);
+            dataset_close(&data);
         }
-        expect(dataset_window(&data, T, windows / 2, in_window, targets, error) && in_window[0] == 0, "the middle");
-        dataset_close(&data);
-        expect(dataset_open(&data, path, format, DATASET_VALIDATION, 0.001, T, error), "%s", error);
-        expect(data.tokens == (int64_t)(0.001 * (double)count), "%lld", (long long)data.tokens);
-        windows = dataset_windows(&data, T);
-        expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
-        dataset_close(&data);
     }
 }
 
