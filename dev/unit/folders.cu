@@ -10,21 +10,6 @@
 
 static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
 
-// A file that becomes shorter while it is in use is an error and no signal. (Data: cli_data_is_cut.)
-DATA_TEST(folders_cut_while_read) {
-    const char* path = joined(folder, "x.safetensors");
-    static float values[1 << 16];
-    SafetensorsTensor entry = tensor_of("x", "BF16", {1 << 16});
-    SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, nullptr, error);
-    expect(safetensors_write(writer, values, 2 << 16) && safetensors_finish(writer, nullptr, nullptr), "%s", error);
-    Safetensors file;
-    expect(safetensors_open(&file, path, error), "%s", error);
-    expect(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), "%s", error);
-    if (truncate(path, 5000) != 0) abort();
-    expect_refused(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), error, "cut short");
-    safetensors_close(&file);
-}
-
 // The tensors of a GPT-2 of one layer, and one more where `added` has a name.
 struct SmallModel {
     ModelTensor* tensors = nullptr;
