@@ -1416,7 +1416,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, o->samples, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }

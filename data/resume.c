@@ -111,31 +111,21 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
                       named, shell_word(named));
 }
 
-// Renames the checkpoints of the run folder that are newer than the one to continue from, which are damaged, to
-// NAME.damaged; in a dry run it only looks. Refuses them if the user named that one, and a folder of another run.
-static bool put_newer_aside(const Resume* resume, char* error) {
-    const Options* o = resume->options;
-    SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(o->run, NULL);
-    bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    if (!same && file_exists(path_in(o->run, "log.jsonl"))) {
-        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", o->run,
+// Refuses the folder of another run and, if the user named the checkpoint itself, of one that has newer ones. Others
+// that are newer are damaged, and replaced when the run comes to their steps.
+static bool goes_on_in_folder(const Resume* resume, bool named_itself, char* error) {
+    const char* run = resume->options->run;
+    SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(run, NULL);
+    const bool same = parent && chosen && strcmp(parent, chosen) == 0;
+    if (!same && file_exists(path_in(run, "log.jsonl"))) {
+        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run,
                           resume->from);
     }
     SCOPED int64_t* steps = NULL;
-    const int64_t step = checkpoint_step(resume->from);
-    int count = same ? checkpoint_list(o->run, &steps) : 0;
-    for (int i = 0; i < count && steps[i] > step; i++) {
-        const char *path = checkpoint_name(o->run, steps[i]), *aside = text_kept("%s.damaged", path);
-        if (resume->named_itself) {
-            return data_error(error,
-                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
-                              path, resume->from);
-        }
-        if (o->dry_run) continue;
-        if (!folder_remove(aside, error)) return false;
-        if (rename(path, aside) != 0) return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
-    }
-    return true;
+    if (!same || !named_itself || checkpoint_list(run, &steps) == 0) return true;
+    return steps[0] <= checkpoint_step(resume->from) ||
+           data_error(error, "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                      checkpoint_name(run, steps[0]), resume->from);
 }
 
 // Sets `from` to the checkpoint that the user named. Returns its run folder; NULL with a sentence.
@@ -163,14 +153,14 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
                           "it, or auto with --run DIR",
                           named);
     }
-    resume->named_itself = !automatic && file_exists(path_in(named, "state.json"));
-    if (resume->named_itself) folder = folder_of_named(resume, named, error);
+    const bool named_itself = !automatic && file_exists(path_in(named, "state.json"));
+    if (named_itself) folder = folder_of_named(resume, named, error);
     if (!folder || !run_folder_free(folder, true, error)) return false;
     if (!o->dry_run && !run_folder_hold(run, folder, error)) return false;
-    if (resume->named_itself ? !take_named(resume, error) : !take_newest(resume, named, automatic, error)) return false;
+    if (named_itself ? !take_named(resume, error) : !take_newest(resume, named, automatic, error)) return false;
     if (!resume->state) return true;
     if (!*o->run) o->run = path_parent(resume->from);
-    return is_resumable(resume, error) && put_newer_aside(resume, error);
+    return is_resumable(resume, error) && goes_on_in_folder(resume, named_itself, error);
 }
 
 bool resume_take(Resume* resume, char* error) {

@@ -10,7 +10,6 @@ C_LINKAGE_BEGIN
 typedef struct {
     Options* options;
     char from[RUN_PATH_BYTES];  // the checkpoint to continue from; "": a new run
-    bool named_itself;          // the user named that checkpoint, not only its run
     Json* state;                // its state.json; NULL: none. The caller frees it
     const Json* saved;          // "options" of state.json
     const char* changed;        // what has changed, for the banner: " --lr 0.1 (was 0.2)"; NULL: nothing
@@ -18,9 +17,8 @@ typedef struct {
 
 // Finds the checkpoint that --resume names: off, auto (the newest of --run), a run folder, or a checkpoint. Writes its
 // path to `from`, and holds the folder in which the run goes on: that of --run, which must be the checkpoint's own or
-// have no run in it, or without --run the checkpoint's own, which becomes --run. Newer checkpoints there are damaged
-// and are renamed to NAME.damaged, unless in a dry run; if the user named this one, they are an error. One process
-// calls it.
+// have no run in it, or without --run the checkpoint's own, which becomes --run. If the user named the checkpoint
+// itself, newer ones there are an error. One process calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` if resume_find has not, and takes the checkpoint's options.
 bool resume_take(Resume* resume, char* error);

@@ -290,6 +290,6 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     }
     tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[2], vocabulary);
     return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, o->eval_out, error)) &&
-           prompts_open(&run->prompts, o->prompt, o->prompt_file, o->samples, run->samples ? run->tokenizer : NULL,
-                        vocabulary, error);
+           prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
+                        error);
 }

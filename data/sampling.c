@@ -25,20 +25,15 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
                                  : "the prompt has a character that the model's vocabulary lacks; type another prompt");
 }
 
-bool prompts_open(Prompts* prompts, const char* text, const char* file, int64_t each, const Tokenizer* tokenizer, int V,
+bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V,
                   char* error) {
-    int64_t bytes = 0, count = 1;
+    int64_t bytes = 0;
     memset(prompts, 0, sizeof(*prompts));
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
     SCOPED char* whole = file_read(file, &bytes, error);
     if (!whole) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error);
     if (strlen(whole) != (size_t)bytes || !text_is_utf8(whole, bytes))  // a NUL would end its prompt
         return data_error(error, "--prompt-file %s is no UTF-8 text; write prompts as UTF-8, one a line", file);
-    for (const char* at = whole; (at = strchr(at, '\n')); at++) count++;
-    if (count > INT32_MAX / each) {  // empty lines count too, since only a file with far too many lines is refused
-        return data_error(error, "--samples %lld for each line of %s are over 2^31; type --samples %lld",
-                          (long long)each, file, INT32_MAX / (long long)count);
-    }
     const char* line = strncmp(whole, "\xEF\xBB\xBF", 3) == 0 ? whole + 3 : whole;
     bool ok = line[strspn(line, "\r\n")] || data_error(error, "--prompt-file %s has no prompt; write one a line", file);
     while (ok && *line) {
