@@ -217,10 +217,10 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
-        const char *path = checkpoint_name(run_folder, steps[i]), *aside = text_kept("%s.tmp", path);
         // A checkpoint loses its name first: one that is removed in part must not look whole.
-        if (steps[i] != step && steps[i] != best_step)
-            ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
+        const char* path = checkpoint_name(run_folder, steps[i]);
+        const bool stays = steps[i] == step || steps[i] == best_step;
+        if (!stays && rename(path, text_kept("%s.tmp", path)) != 0) ok = folder_remove(path, error) && ok;
     }
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {

@@ -1,5 +1,4 @@
 #include "model_folder.h"
-#include <glob.h>
 #include <stdlib.h>
 #include <string.h>
 #include "options.h"
@@ -63,9 +62,7 @@ bool model_folder_has_weights(const char* path) {
 
 // Says what a folder without weights has instead, and what to type.
 static bool no_weights(const char* path, char* error) {
-    glob_t found;
-    bool pickled = glob(path_in(path, "pytorch_model*.bin"), GLOB_NOSORT, NULL, &found) == 0;
-    if (pickled) globfree(&found);
+    const bool pickled = path_there(path, "pytorch_model.bin") || path_there(path, "pytorch_model.bin.index.json");
     if (!pickled) {
         return data_error(error, "there is neither %s/model.safetensors nor %s; name a folder that holds one of them",
                           path, INDEX);

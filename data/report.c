@@ -238,17 +238,12 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
     return true;
 }
 
-void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
+void report_sample(void* context, int index, const char* prompt, const char* text) {
     RunFolder* run = context;
     const int count = run->prompts.count * (int)run->options->samples;
-    SCOPED char* shown;
-    size_t length;
-    FILE* memory = text_stream(&shown, &length);
-    sample_write(memory, index, count, prompt, text, bytes);
-    fclose(memory);
-    for (size_t i = 0; i < length; i++) shown[i] = shown[i] ? shown[i] : '?';  // a model of bytes writes NULs too
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
-    run_say(run, "%s", shown);
+    if (count > 1) run_say(run, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
+    run_say(run, "%s%s\n", prompt, text);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
     FILE* log = run_log_begin(run, "sample");
     if (!log) return;

@@ -49,7 +49,7 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
 // report_sample is a SampleDone whose context is a RunFolder. On failure of either its `error` has a sentence.
-void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
+void report_sample(void* run, int index, const char* prompt, const char* text);
 void report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds);
 // Reports the end of a run of `steps` timed steps in `seconds`; `stopped`: by a signal. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);

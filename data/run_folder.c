@@ -160,15 +160,10 @@ void run_say_next(RunFolder* run, bool stopped) {
     const bool samples = run->samples && !stopped && saved, resumes = stopped && saved;
     if (resumes) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run->options));
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
-    char program[RUN_PATH_BYTES];
-    ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
-    program[length > 0 ? length : 0] = 0;
-    const char* folder = path_parent(program);
+    const char* folder = path_parent(program_invocation_name);
     const char *python = path_in(folder, ".venv/bin/python"), *plot = path_in(folder, "dev/plot.py");
     if (!file_exists(python) || !file_exists(plot)) return;
-    SCOPED char* cwd = getcwd(NULL, 0);
-    size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
-    run_say(run, "%-9s%s %s %s\n", samples || resumes ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
+    run_say(run, "%-9s%s %s %s\n", samples || resumes ? "" : "next", shell_word(python), shell_word(plot),
             shell_word(run->path));
 }
 

@@ -93,13 +93,6 @@ void samples_next(Samples* samples, int* tokens, int count, int end) {
     if (fflush(samples->to) != 0 && errno == EPIPE) exit(0);  // nobody reads on; other failures are reported at the end
 }
 
-void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes) {
-    if (count > 1) fprintf(to, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
-    text_print(to, prompt, strlen(prompt));
-    text_print(to, text, bytes);
-    fputc('\n', to);
-}
-
 void samples_done(void* context, int index, const int* tokens, int64_t used) {
     const Samples* samples = context;
     const int prompt = index / samples->each, count = samples_count(samples);
@@ -113,12 +106,17 @@ void samples_done(void* context, int index, const int* tokens, int64_t used) {
         fwrite(piece, 1, (size_t)length, memory);
     }
     fclose(memory);
-    if (samples->to && count > 1) sample_write(samples->to, index, count, samples->prompts->text[prompt], text, bytes);
-    if (samples->to && count == 1) fputc('\n', samples->to);
+    if (samples->to && count > 1) {
+        fprintf(samples->to, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
+        text_print(samples->to, samples->prompts->text[prompt], strlen(samples->prompts->text[prompt]));
+        text_print(samples->to, text, bytes);
+    }
+    if (samples->to) fputc('\n', samples->to);
     if (samples->to && index == count - 1 && samples->so_far.drawn > 0) {
         fflush(samples->to);
         fprintf(stderr, "train: drew %lld tokens in %.3f s, %.0f a second\n", (long long)samples->so_far.drawn,
                 samples->so_far.seconds, (double)samples->so_far.drawn / samples->so_far.seconds);
     }
-    if (samples->done) samples->done(samples->context, index, samples->prompts->text[prompt], text, bytes);
+    for (size_t i = 0; i < bytes; i++) text[i] = text[i] ? text[i] : '?';  // a model of bytes writes NULs too
+    if (samples->done) samples->done(samples->context, index, samples->prompts->text[prompt], text);
 }

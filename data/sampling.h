@@ -19,8 +19,8 @@ void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int fr
                        void* context);
 void prompts_close(Prompts* prompts);
 
-// Receives a sample: `bytes` of text that follow its prompt.
-typedef void (*SampleDone)(void* context, int index, const char* prompt, const char* text, size_t bytes);
+// Receives a sample: the text that follows its prompt.
+typedef void (*SampleDone)(void* context, int index, const char* prompt, const char* text);
 // A receiver of samples: `each` samples of the first prompt, then of the second, and so on.
 typedef struct {
     const Prompts* prompts;
@@ -45,7 +45,5 @@ void samples_next(Samples* samples, int* tokens, int count, int end);
 // Takes the complete sample `index` of `samples` (a Samples): `used` tokens, prompt included. After the last printed
 // sample, a line on stderr says how fast the tokens were drawn.
 void samples_done(void* samples, int index, const int* tokens, int64_t used);
-// Writes sample `index` of `count`: its number if there are several, the prompt, and the text.
-void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);
 
 C_LINKAGE_END

@@ -53,8 +53,8 @@ static void count_case(const Test* test, Counts* counts) {
 
 // A folder that is TMPDIR while a case runs, and goes with all that is in it when the case has ended.
 static void case_folder_make(char (&path)[1024]) {
-    const char* base = getenv("TMPDIR");
-    snprintf(path, sizeof(path), "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
+    static const char* const base = strdup(getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
+    snprintf(path, sizeof(path), "%s/nibble_test_XXXXXX", base);
     if (!mkdtemp(path) || chmod(path, 0755) != 0) user_error("%s: no folder: %s", path, strerror(errno));
 }
 
@@ -84,16 +84,12 @@ static void run_here(Test** cases, int count, Counts* counts) {
     atexit(case_left);
     for (int i = 0; i < count; i++) {
         char folder[1024];
-        const char* before = getenv("TMPDIR");
-        const char* kept = before ? strdup(before) : nullptr;
         case_folder_make(folder);
         setenv("TMPDIR", folder, 1);
         here_pid = getpid(), here_name = cases[i]->name;
         run_case(cases[i], gpu);
         here_pid = 0;
         remove_tree(folder);
-        if (kept) setenv("TMPDIR", kept, 1);
-        if (!kept) unsetenv("TMPDIR");
         count_case(cases[i], counts);
     }
 }
