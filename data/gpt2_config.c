@@ -73,14 +73,12 @@ static double size_number(const char* text) {
 bool gpt2_size_check(const char* size, char* error) {
     Gpt2Shape shape;
     const double wanted = size_number(size);
-    if (wanted == 0) {
-        return data_error(error, "--size takes a number of parameters such as 350M or 30B, not '%s'; type --size 30B",
-                          size);
-    }
-    return size_choose(wanted, &shape) ||
-           data_error(error, "--size %s: shapes have from %.2gM to %.3gB parameters; type --size %s", size,
-                      size_of(1, 64) / 1e6, size_of(GPT2_MAX_LAYERS, GPT2_MAX_CHANNELS) / 1e9,
-                      wanted < 1e9 ? "4M" : "400B");
+    return (wanted > 0 && size_choose(wanted, &shape)) ||
+           data_error(error, "--size takes a number of parameters from %.2gM to %.3gB, not '%s'; type --size %s",
+                      size_of(1, 64) / 1e6, size_of(GPT2_MAX_LAYERS, GPT2_MAX_CHANNELS) / 1e9, size,
+                      wanted == 0    ? "30B"
+                      : wanted < 1e9 ? "4M"
+                                     : "400B");
 }
 
 bool gpt2_take_size(Options* o, char* error) {

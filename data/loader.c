@@ -285,12 +285,6 @@ void dataset_close(Dataset* data) {
     *data = (Dataset){.path = "", .tokenizer = ""};
 }
 
-// Reads `count` bytes of the file's tokens, from byte `at` on. Files are not mapped: one that is cut short would then
-// end the process by a signal, while a short read is an error.
-static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
-    return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
-}
-
 // Continues the checksum with the tokens of one file: all of them, or 64 blocks.
 static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
     enum { BLOCK = 4096, BLOCKS = 64 };
@@ -301,7 +295,7 @@ static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, c
     for (int64_t i = 0; all ? i * BLOCK < bytes : i < BLOCKS; i++) {
         int64_t at = all ? i * BLOCK : (bytes - BLOCK) * i / (BLOCKS - 1), left = bytes - at;
         int64_t size = left < BLOCK ? left : BLOCK;
-        if (!tokens_read(file, first + at, size, block, error)) return false;
+        if (!file_read_at(file->descriptor, file->path, block, file->begin + first + at, size, error)) return false;
         *crc = crc32c(*crc, block, size);
     }
     return true;
@@ -351,8 +345,10 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     assert(window >= 0 && file < end);
     int64_t first = file->first + within * T;
     int last = 0, width = data->bytes ? 1 : 2;
-    // The stored tokens, T + 1 of one or two bytes, are read into the memory of the targets.
-    if (!tokens_read(file, first * width, (int64_t)(T + 1) * width, targets, error)) return false;
+    const int64_t at = file->begin + first * width, bytes = (int64_t)(T + 1) * width;
+    // The stored tokens, T + 1 of one or two bytes, are read into the memory of the targets. Files are not mapped: one
+    // that is cut short would then end the process by a signal, while a short read is an error.
+    if (!file_read_at(file->descriptor, file->path, targets, at, bytes, error)) return false;
     for (int t = 0; t <= T; t++) {
         uint16_t token = 0;
         memcpy(&token, (const char*)targets + (int64_t)t * width, (size_t)width);

@@ -3,7 +3,8 @@
 // Files: vocab.json maps every token's text to its number, in an alphabet where each byte is one printable character
 // (the printable bytes of Latin-1 are themselves, the other 68 are U+0100 onwards in order); merges.txt lists pairs
 // "left right", the earliest first. Both are read into one table of tokens, each with the rank of the merge that makes
-// it, and a hash table from bytes to tokens (open addressing, at most half full).
+// it, and a hash table from bytes to tokens (open addressing). Both have room for the largest vocabulary; what is not
+// used takes no memory.
 // Encoding cuts the text into words by GPT-2's pattern, which is written out by hand,
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 // and, within a word, joins the adjacent pieces whose joined bytes are the token of the lowest rank, until none has a
@@ -17,14 +18,14 @@
 #include "tokenizer.h"
 #include "unicode.h"
 
-enum { MAX_VOCABULARY = 1 << 20, UNRANKED = 0x7FFFFFFF };
+enum { MAX_VOCABULARY = 1 << 20, SLOTS = 2 * MAX_VOCABULARY, UNRANKED = 0x7FFFFFFF };
 
 typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;  // as numbered in unicode.h
 
 typedef struct {
     char* bytes;  // NULL: the number has no token
     int length;
-    int rank;  // of the merge that makes it; UNRANKED: none does
+    int rank;  // of the merge that makes it, from 1 on; 0: none does
 } Token;
 
 struct Tokenizer {
@@ -34,28 +35,25 @@ struct Tokenizer {
     bool encodes;             // there are merges, or each token is a byte or a character
     bool merges, characters;  // there are merges; each token is a character
     int *added, adds;         // tokens that were added later, at which a text is cut, and how many they are
-    Token* token;             // (tokens), with room for `room`
-    int room;
-    int* slot;      // (slots) tokens by the hash of their bytes, -1 when free
-    int64_t slots;  // a power of two
+    Token* token;             // (MAX_VOCABULARY)
+    int* slot;                // (SLOTS) tokens by the hash of their bytes, plus one; 0: free
 };
 
 static const char* const end_of_text = "<|endoftext|>";
 
 // The slot of a token with these bytes, or the free slot where it would go.
 static int64_t find_slot(const Tokenizer* tokenizer, const char* bytes, int64_t count) {
-    int64_t slot = (int64_t)(bits_mix(text_hash(bytes, count)) & (uint64_t)(tokenizer->slots - 1));
-    for (;; slot = (slot + 1) & (tokenizer->slots - 1)) {
-        const int number = tokenizer->slot[slot];
-        if (number < 0) return slot;
-        const Token* token = &tokenizer->token[number];
-        if (token->length == count && memcmp(token->bytes, bytes, (size_t)count) == 0) return slot;
+    int64_t slot = (int64_t)(bits_mix(text_hash(bytes, count)) % SLOTS);
+    for (; tokenizer->slot[slot] > 0; slot = (slot + 1) % SLOTS) {
+        const Token* token = &tokenizer->token[tokenizer->slot[slot] - 1];
+        if (token->length == count && memcmp(token->bytes, bytes, (size_t)count) == 0) break;
     }
+    return slot;
 }
 
 // Returns the number of the token with these bytes, or -1.
 static int find_token(const Tokenizer* tokenizer, const char* bytes, int64_t count) {
-    return tokenizer->slot[find_slot(tokenizer, bytes, count)];
+    return tokenizer->slot[find_slot(tokenizer, bytes, count)] - 1;
 }
 
 // The byte that a character of the alphabet stands for; -1 for any other character.
@@ -88,46 +86,40 @@ static bool is_nothing(const Json* json) {
 
 // Adds a token with this text in the alphabet. A text outside it was added by hand and stands for itself, and so does
 // one that was `added` later. Like the functions below, it returns NULL, or what is wrong with the file.
-static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added) {
-    const double number = json->kind == JSON_NUMBER ? json->number : -1.0;
+static const char* token_add(Tokenizer* tokenizer, const char* text, int64_t count, double number, bool added) {
     if (!(number >= 0.0 && number < MAX_VOCABULARY && number == (double)(int)number))
         return text_kept("is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", text, MAX_VOCABULARY - 1);
-    const int at = (int)number, least = at + 1;
-    if (least > tokenizer->room) {
-        const int room = least > 2 * tokenizer->room ? least : 2 * tokenizer->room;
-        tokenizer->token = memory_grow(tokenizer->token, (size_t)room * sizeof(Token));
-        for (int i = tokenizer->room; i < room; i++) tokenizer->token[i] = (Token){NULL, 0, UNRANKED};
-        tokenizer->room = room;
-    }
-    if (least > tokenizer->tokens) tokenizer->tokens = least;
-    if (least > tokenizer->vocabulary && !added) tokenizer->vocabulary = least;
+    const int at = (int)number;
+    Token* token = &tokenizer->token[at];
     char* bytes = memory_take((size_t)count + 1);
-    const int64_t length = added ? -1 : to_bytes(text, count, bytes);
-    Token fresh = {bytes, (int)(length < 0 ? count : length), UNRANKED};
-    if (length < 0) memcpy(bytes, text, (size_t)count);
-    Token* old = &tokenizer->token[at];
-    const bool same =
-        old->length == fresh.length && (fresh.length == 0 || memcmp(old->bytes, bytes, (size_t)fresh.length) == 0);
-    if (old->length > 0 && !(added && same)) {
-        free(bytes);
-        return text_kept("gives token %d to two texts", at);
-    }
-    free(old->bytes);  // files list a token again that was added by hand
-    *old = fresh;
-    if (fresh.length == (int)strlen(end_of_text) && memcmp(bytes, end_of_text, (size_t)fresh.length) == 0) {
+    int64_t length = added ? -1 : to_bytes(text, count, bytes);
+    if (length < 0) length = count, memcpy(bytes, text, (size_t)count);
+    const bool same = token->length > 0 && token->length == length && memcmp(token->bytes, bytes, (size_t)length) == 0;
+    if (token->length > 0 && !(added && same)) return free(bytes), text_kept("gives token %d to two texts", at);
+    free(token->bytes);  // files list a token again that was added by hand
+    *token = (Token){bytes, (int)length, 0};
+    if (at >= tokenizer->tokens) tokenizer->tokens = at + 1;
+    if (at >= tokenizer->vocabulary && !added) tokenizer->vocabulary = at + 1;
+    if (length == 0) return NULL;
+    tokenizer->slot[find_slot(tokenizer, bytes, length)] = at + 1;
+    if (length == (int64_t)strlen(end_of_text) && memcmp(bytes, end_of_text, (size_t)length) == 0) {
         tokenizer->end = at;
-    } else if (added && fresh.length > 0) {
+    } else if (added) {
         tokenizer->added = memory_grow(tokenizer->added, (size_t)(tokenizer->adds + 1) * sizeof(int));
         tokenizer->added[tokenizer->adds++] = at;
     }
     return NULL;
 }
 
+static double number_of(const Json* json) {
+    return json && json->kind == JSON_NUMBER ? json->number : -1;
+}
+
 // Adds the members of an object, text: number.
 static const char* add_object(Tokenizer* tokenizer, const Json* json, bool added) {
     const char* wrong = json && json->kind == JSON_OBJECT ? NULL : "is no vocabulary: it is not a JSON object";
     for (const Json* one = wrong ? NULL : json->child; one && !wrong; one = one->next)
-        wrong = token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added);
+        wrong = token_add(tokenizer, one->key, (int64_t)strlen(one->key), number_of(one), added);
     return wrong || tokenizer->tokens > 0 ? wrong : "is no vocabulary: it is empty";
 }
 
@@ -136,32 +128,20 @@ static const char* add_list(Tokenizer* tokenizer, const Json* list) {
     static const char* const flags[] = {"single_word", "lstrip", "rstrip"};
     const char* wrong = NULL;
     for (const Json* token = list ? list->child : NULL; token && !wrong; token = token->next) {
-        const Json *id = json_get(token, "id"), *content = json_get(token, "content");
-        if (!id || !content || content->kind != JSON_STRING || content->text_bytes == 0)
-            return "has an added token without id and content";
+        const Json* content = json_get(token, "content");
+        if (!content || content->kind != JSON_STRING || content->text_bytes == 0)
+            return "has an added token without content";
         for (int i = 0; i < 3 && strcmp(content->text, end_of_text) != 0; i++) {
             if (!is_nothing(json_get(token, flags[i])))
                 return text_kept("adds the token \"%.40s\" with %s, which nibble does not encode", content->text,
                                  flags[i]);
         }
-        wrong = token_add(tokenizer, content->text, content->text_bytes, id, true);
+        wrong = token_add(tokenizer, content->text, content->text_bytes, number_of(json_get(token, "id")), true);
     }
     return wrong;
 }
 
-// Makes the hash table, of the complete list of tokens.
-static void make_slots(Tokenizer* tokenizer) {
-    tokenizer->slots = 16;
-    while (tokenizer->slots < 2 * (int64_t)tokenizer->tokens) tokenizer->slots *= 2;
-    tokenizer->slot = memory_take((size_t)tokenizer->slots * sizeof(int));
-    memset(tokenizer->slot, 0xFF, (size_t)tokenizer->slots * sizeof(int));
-    for (int i = 0; i < tokenizer->tokens; i++) {
-        const Token* token = &tokenizer->token[i];
-        if (token->length > 0) tokenizer->slot[find_slot(tokenizer, token->bytes, token->length)] = i;
-    }
-}
-
-// Enters the merge of this rank, "left right" in the alphabet.
+// Enters a merge, "left right" in the alphabet. If several make a token, the first counts.
 static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, int rank) {
     SCOPED char* bytes = memory_take((size_t)count);
     const char* space = memchr(line, ' ', (size_t)count);
@@ -170,14 +150,14 @@ static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, in
     if (right < 1 || find_token(tokenizer, bytes, left) < 0 || find_token(tokenizer, bytes + left, right) < 0)
         return false;
     const int joined = find_token(tokenizer, bytes, left + right);
-    if (joined >= 0 && rank < tokenizer->token[joined].rank) tokenizer->token[joined].rank = rank;
+    if (joined >= 0 && tokenizer->token[joined].rank == 0) tokenizer->token[joined].rank = rank;
     return joined >= 0;
 }
 
 // Reads the lines of merges.txt. The first one names the version; a later one may well begin with '#', a token like any
 // other.
 static const char* read_merges(Tokenizer* tokenizer, const char* text) {
-    int rank = 0, number = 1;
+    int rank = 1, number = 1;
     for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n', number++) {
         const int64_t length = (int64_t)strcspn(line, "\r\n");
         if (length == 0 || (number == 1 && strncmp(line, "#version", 8) == 0)) continue;
@@ -189,7 +169,7 @@ static const char* read_merges(Tokenizer* tokenizer, const char* text) {
 
 // Reads tokenizer.json's list of merges: texts "left right", or pairs of texts.
 static const char* list_merges(Tokenizer* tokenizer, const Json* list) {
-    int rank = 0;
+    int rank = 1;
     if (!list || list->kind != JSON_ARRAY) return "holds no merges";
     for (const Json* merge = list->child; merge; merge = merge->next, rank++) {
         const Json *left = merge->kind == JSON_ARRAY ? merge->child : NULL, *right = left ? left->next : NULL;
@@ -260,7 +240,6 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
         wrong = whole ? add_list(tokenizer, json_get(beside, "added_tokens")) : add_object(tokenizer, beside, true);
     }
     if (wrong) return data_error(error, "%s %s", path, wrong);
-    make_slots(tokenizer);
     tokenizer->merges = alone || merges;
     tokenizer->characters = !tokenizer->merges && is_of_characters(tokenizer);
     tokenizer->encodes = tokenizer->merges || tokenizer->characters;
@@ -272,41 +251,35 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
 }
 
 bool tokenizer_exists(const char* folder) {
-    return path_there(folder, "vocab.json") || path_there(folder, "tokenizer.json");
+    return *folder && (path_there(folder, "vocab.json") || path_there(folder, "tokenizer.json"));
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
     Tokenizer* tokenizer = memory_zero(1, sizeof(Tokenizer));
     tokenizer->end = -1;
+    tokenizer->token = memory_zero(MAX_VOCABULARY, sizeof(Token));
+    tokenizer->slot = memory_zero(SLOTS, sizeof(int));
     if (folder && *folder) {
         if (open_folder(tokenizer, folder, error)) return tokenizer;
         tokenizer_close(tokenizer);
         return data_error(error, "%s; put the tokenizer's files there again, or name another folder", error), NULL;
     }
-    tokenizer->vocabulary = tokenizer->tokens = 256;
+    for (int b = 0; b < 256; b++) token_add(tokenizer, &(char){(char)b}, 1, b, false);
     tokenizer->encodes = true;
-    tokenizer->token = memory_zero(256, sizeof(Token));
-    for (int b = 0; b < 256; b++) {
-        const char byte = (char)b;
-        tokenizer->token[b] = (Token){text_part(&byte, 1), 1, UNRANKED};
-    }
-    make_slots(tokenizer);
     return tokenizer;
 }
 
 bool tokenizers_agree(const char* folder, const char* other) {
     char ignored[DATA_ERROR_BYTES];
-    Tokenizer* mine = *folder && tokenizer_exists(folder) ? tokenizer_open(folder, ignored) : NULL;
-    Tokenizer* tokenizer = mine && *other && tokenizer_exists(other) ? tokenizer_open(other, ignored) : NULL;
+    if (!tokenizer_exists(folder) || !tokenizer_exists(other) || strcmp(folder, other) == 0) return true;
+    Tokenizer *mine = tokenizer_open(folder, ignored), *theirs = tokenizer_open(other, ignored);
     bool agree = true;
-    for (int token = 0; tokenizer && agree && token < mine->tokens && token < tokenizer->tokens; token++) {
-        int bytes[2] = {0};
-        const char *text = tokenizer_decode(mine, token, &bytes[0]),
-                   *same = tokenizer_decode(tokenizer, token, &bytes[1]);
-        if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
-        agree = bytes[0] == bytes[1] && memcmp(text, same, (size_t)bytes[0]) == 0;
+    for (int i = 0; mine && theirs && agree && i < mine->tokens && i < theirs->tokens; i++) {
+        const Token *a = &mine->token[i], *b = &theirs->token[i];
+        if (a->length == 0 || b->length == 0) continue;  // one of them has no such token
+        agree = a->length == b->length && memcmp(a->bytes, b->bytes, (size_t)a->length) == 0;
     }
-    tokenizer_close(mine), tokenizer_close(tokenizer);
+    tokenizer_close(mine), tokenizer_close(theirs);
     return agree;
 }
 
@@ -425,7 +398,7 @@ static int64_t join_word(const Tokenizer* tokenizer, const char* word, int* begi
     while (count > 1) {
         for (int64_t i = refresh_first; i < refresh_last; i++) {
             const int joined = find_token(tokenizer, word + begin[i], begin[i + 2] - begin[i]);
-            rank[i] = joined >= 0 ? tokenizer->token[joined].rank : UNRANKED;
+            rank[i] = joined >= 0 && tokenizer->token[joined].rank > 0 ? tokenizer->token[joined].rank : UNRANKED;
         }
         int64_t best = 0;
         for (int64_t i = 1; i < count - 1; i++) {

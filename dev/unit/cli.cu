@@ -73,33 +73,33 @@ TEST(cli_shell_words) {
     }
 }
 
-// Whole numbers take k, M and B.
+// Whole numbers take k, M and B; sizes have K, M, G or T.
 TEST(option_numbers) {
-    const std::tuple<const char*, int64_t> numbers[] = {{"10k", 10000},     {"0.5M", 500000},
-                                                        {"2B", 2000000000}, {"1e4", 10000},
-                                                        {"7", 7},           {"1000000000000", 1000000000000}};
-    const char* const none[] = {"", "k", "1.5", "10q", "10kk", "0x10", "nan", "-1k", "0.0001k", "2e12"};
-    const Option* steps = option_find("steps");
+    const std::tuple<const char*, const char*, int64_t> numbers[] = {
+        {"steps", "10k", 10000},
+        {"steps", "0.5M", 500000},
+        {"steps", "2B", 2000000000},
+        {"steps", "1e4", 10000},
+        {"steps", "1000000000000", 1000000000000},
+        {"memory", "24G", 24ll << 30},
+        {"memory", "24GB", 24ll << 30},
+        {"memory", "24GiB", 24ll << 30},
+        {"memory", "1.5g", 3ll << 29},
+        {"memory", "1k", 1024},
+        {"memory", "2T", 2ll << 40},
+    };
+    static const char none[] = "k 1.5 10q 10kk 0x10 nan -1k 0.0001k 2e12 24GB! 24G infT 24Gi 1e9T",
+                      no_sizes[] = "24GB! 24 G -1G nanG 0G infT 24Gi 0x10G 1e9T 0.01";
     Options o;
-    for (const auto& [text, want] : numbers)
-        expect(option_set(steps, &o, text, error) && o.steps == want, "%s is %lld", text, o.steps);
-    for (const char* text : none) expect(!option_set(steps, &o, text, error), "%s is %lld", text, o.steps);
-}
-
-TEST(option_sizes) {
-    const std::tuple<const char*, int64_t> sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30},
-                                                      {"1.5g", 3ll << 29}, {"800M", 800 << 20},  {"1k", 1024},
-                                                      {"2T", 2ll << 40}};
-    const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
-                                "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
-    const Option* memory = option_find("memory");
-    Options o;
-    for (const auto& [text, want] : sizes)
-        expect(option_set(memory, &o, text, error) && o.memory == want, "%s is %lld", text, o.memory);
-    for (const char* text : none) {
-        o.memory = 0;
-        expect(!option_set(memory, &o, text, error) && o.memory == 0, "%s is %lld", text, o.memory);
+    for (const auto& [name, text, want] : numbers) {
+        o.steps = o.memory = 0;
+        expect(option_set(option_find(name), &o, text, error) && o.steps + o.memory == want, "--%s %s", name, text);
     }
+    for (const char *at = none, *word; (word = text_word(&at, ' '));)
+        expect(!option_set(option_find("steps"), &o, word, error), "%s is %lld", word, o.steps);
+    for (const char *at = no_sizes, *word; (word = text_word(&at, ' '));)
+        expect(!option_set(option_find("memory"), &o, word, error), "%s is %lld", word, o.memory);
+    for (const char* name : {"steps", "memory"}) expect(!option_set(option_find(name), &o, "", error), "--%s=", name);
 }
 
 // The refusal of a full disk uses MiB or GiB, and advises only what makes the checkpoints smaller.

@@ -144,38 +144,35 @@ TEST(corpus_fingerprint) {
     const uint32_t train = fingerprint(test, one, DATASET_TRAIN), val = fingerprint(test, one, DATASET_VALIDATION);
     expect(train != val && fingerprint(test, two, DATASET_TRAIN) == train, "%08x and %08x", train, val);
     for (int place : {0, 4095, 4096, 12345, 17999, 18000, 19999}) {
-        text[place] ^= 1;
-        put(two, text, sizeof(text));
+        change_byte(two, place, 1);
         expect((fingerprint(test, two, DATASET_TRAIN) == train) == (place >= 18000), "byte %d", place);
         expect((fingerprint(test, two, DATASET_VALIDATION) == val) == (place < 18000), "byte %d", place);
-        text[place] ^= 1;
+        change_byte(two, place, 1);
     }
     Dataset memory;
     expect(dataset_open_memory(&memory, text, sizeof(text), DATASET_VALIDATION, 0.1, 16, error), "%s", error);
     expect(dataset_fingerprint(&memory, error) && memory.crc == val, "%08x of memory, %08x", memory.crc, val);
-    // A folder, its files by a pattern, and the same tokens under other names.
+    // A folder, and the same tokens by a pattern under other names.
     for (int i = 0; i < 2; i++) {
         write_shard(folder, i ? "train_1.bin" : "train_0.bin", 200, i);
         write_shard(folder, i ? "same_b.bin" : "same_a.bin", 200, i);
     }
     write_shard(folder, "val_0.bin", 50, 1);
     const uint32_t shards = fingerprint(test, folder, DATASET_TRAIN);
-    expect(fingerprint(test, joined(folder, "train_*.bin"), DATASET_WHOLE) == shards, "as a pattern");
     expect(fingerprint(test, joined(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
     write_shard(folder, "train_1.bin", 200, 7);
     expect(fingerprint(test, folder, DATASET_TRAIN) != shards, "with another token");
     // A file over 256 MiB (a sparse one) is read in blocks: the first and the last are among them.
     const char* large = joined(folder, "large");
-    const int64_t size = 257 << 20, changed[] = {0, size - 1, (size - 4096) * 31 / 63 + 5};
+    const int64_t size = 257 << 20;
     int descriptor = open(large, O_RDWR | O_CREAT, 0600);
     expect(ftruncate(descriptor, size) == 0, "%s", strerror(errno));
     const uint32_t zeros = fingerprint(test, large, DATASET_WHOLE, DATA_BYTES);
-    for (int64_t at : changed) {
+    for (int64_t at : {(int64_t)0, size - 1, (size - 4096) * 31 / 63 + 5}) {
         expect(pwrite(descriptor, "x", 1, at) == 1, "%s", strerror(errno));
         expect(fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) != zeros, "byte %lld", (long long)at);
         expect(pwrite(descriptor, "", 1, at) == 1, "%s", strerror(errno));
     }
-    expect(fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) == zeros, "zeros again");
     expect(ftruncate(descriptor, size + 1) == 0 && fingerprint(test, large, DATASET_WHOLE, DATA_BYTES) != zeros,
            "one byte more");
     close(descriptor);

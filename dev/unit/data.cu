@@ -136,21 +136,6 @@ TEST(data_json_malformed) {
     expect_refused(parse_text("{\n  \"a\": 1,\n  b\n}", error), error, "line 3, column 3");
 }
 
-// Parsing takes linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their
-// number.
-TEST(data_json_large) {
-    const char* text = printed([](FILE* file) {
-        for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
-        fputc('}', file);
-    });
-    Json* json = parse_text(text, error);
-    expect(json, "%s", error);
-    int64_t count = 0, sum = 0;
-    for (const Json* at = json ? json->child : NULL; at; at = at->next, count++)
-        sum += (int64_t)at->child->next->number;
-    expect(count == 200000 && sum == 199999ll * 100000, "%lld members, sum %lld", (long long)count, (long long)sum);
-}
-
 static const SafetensorsTensor entries[] = {
     tensor_of("h.0.attn.weight", "F32", {3, 5}),
     tensor_of("empty", "BF16", {0, 7}),

@@ -314,25 +314,22 @@ DATA_TEST(data_loader_vocabularies) {
     expect(plain.vocabulary == 50257 && plain.bytes_per_token == 0 && !*plain.tokenizer, "without meta.json");
 }
 
-// Each of several texts gives its end, and the first windows are of all of them.
+// Each of several files gives its end, and what is not shuffled is drawn from all of them.
 DATA_TEST(data_loader_mixed_validation) {
-    enum { T = 16, FILES = 8 };
-    for (int i = 0; i < FILES; i++) {
-        char text[4001] = "";
-        memset(text, 'a' + i, 4000);
-        put_text(joined(folder, formatted("%d.txt", i)), text);
-    }
+    enum { T = 10, WINDOWS = 3 * 4 };
+    for (int i = 0; i < 3; i++)
+        put_shard(joined(folder, formatted("%d.bin", i)), 1000 * i, 410, [](int64_t at) { return (int)at; });
     Dataset val;
-    expect(dataset_open(&val, joined(folder, "*.txt"), DATA_AUTO, DATASET_VALIDATION, 0.1, T, error), "%s", error);
-    expect(val.mixed && val.files == FILES && val.tokens == FILES * 400, "%lld tokens", (long long)val.tokens);
-    Loader* loader = loader_open(&val, 24, T, 0, false, 0, {0, 0}, malloc, free, error);
-    const Batch* batch = loader_next(loader, error);
-    bool seen[FILES] = {};
-    int found = 0;
-    for (int b = 0; b < 24; b++) seen[batch->tokens[b * T] - 'a'] = true;
-    for (bool one : seen) found += one;
-    expect(found >= 6, "24 windows are of %d files", found);
-    loader_close(loader);
+    expect(dataset_open(&val, joined(folder, "*.bin"), DATA_AUTO, DATASET_VALIDATION, 0.1, T, error), "%s", error);
+    expect(val.files == 3 && dataset_windows(&val, T) == WINDOWS, "%lld windows", (long long)dataset_windows(&val, T));
+    int got[WINDOWS * (T + 1)], in_order = 0;
+    stream(test, &val, 3, T, false, 0, WINDOWS, got);
+    for (int n = 0; n < WINDOWS; n++) {
+        const int64_t window = shuffle_index(0, 0, n, WINDOWS), want = window / 4 * 1000 + 369 + window % 4 * T;
+        expect(got[n * (T + 1)] == want, "window %d begins with %d, not %lld", n, got[n * (T + 1)], (long long)want);
+        in_order += window == n;
+    }
+    expect(in_order < WINDOWS / 2, "%d windows of %d are in order", in_order, WINDOWS);
 }
 
 DATA_TEST(data_loader_token_above_vocabulary) {

@@ -55,21 +55,13 @@ TEST(memory_missing_is_one_sentence) {
 }
 
 // A text stays where it is, however many follow it, and the same text takes no more memory.
-TEST(memory_texts_stay) {
+TEST(memory_texts) {
     const char *first = text_kept("%s of %d", "one", 7), *same = first;
     for (int i = 0; i < 1000; i++) text_kept("%d", i), same = text_kept("one of %d", 7);
     expect(strcmp(first, "one of 7") == 0 && same == first, "%s", same);
-}
-
-TEST(memory_texts) {
-    char *part = text_part("abcdef", 3), *whole = text_part("abc", 9), *copy = text_copy("");
-    char* made = text_format("%s-%d", "x", 42);
-    expect(strcmp(part, "abc") == 0 && strcmp(whole, "abc") == 0 && copy[0] == 0, "%s %s %s", part, whole, copy);
-    expect(strcmp(made, "x-42") == 0, "%s", made);
-    unsigned char* zero = (unsigned char*)memory_zero(1000, 3);
-    for (int i = 0; i < 3000; i++) expect(zero[i] == 0, "byte %d is %d", i, zero[i]);
-    void* nothing = memory_take(0);
-    expect(nothing, "no bytes are NULL");
+    char *part = text_part("abcdef", 3), *whole = text_part("abc", 9), *made = text_format("%s-%d", "x", 42);
+    expect(strcmp(part, "abc") == 0 && strcmp(whole, "abc") == 0 && strcmp(made, "x-42") == 0, "%s %s", part, made);
+    expect(memory_take(0), "no bytes are NULL");
 }
 
 TEST(memory_stream_is_open_memstream) {
