@@ -510,7 +510,9 @@ def test_torch_step_inside_a_compiled_function():
     models = [model_of(), model_of()]
     optimizers = [make(model, preset="adamw8") for model in models]
     train(models[0], optimizers[0], 1, 3)
-    compiled = torch.compile(optimizers[1].step, backend="eager")
+    # torch 2.4 forgets whose step it is where a method alone is compiled.
+    step = optimizers[1].step if torch.__version__ >= (2, 6) else lambda: optimizers[1].step()
+    compiled = torch.compile(step, backend="eager")
     train(models[1], unittest.mock.Mock(zero_grad=optimizers[1].zero_grad, step=compiled), 1, 3)
     assert same(*models)
     if torch.__version__ >= (2, 7):
