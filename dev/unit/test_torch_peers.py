@@ -1,5 +1,6 @@
 """Cases of test_torch.py that compare nibble_optim.compat with the packages whose names it has, where these are
 installed: every class, its signature, its defaults and twenty steps on the CPU; then what else is as there."""
+import contextlib
 import copy
 import importlib
 import inspect
@@ -10,15 +11,16 @@ from test_torch import nibble_optim, raises, torch
 
 PACKAGES = {"bitsandbytes.optim": "bitsandbytes", "torchao.optim": "torchao", "flashoptim": "flashoptim",
             "torch.optim": "torch_optim", "came_pytorch": "came_pytorch", "galore_torch": "galore_torch",
-            "apollo_torch": "apollo_torch", "transformer_engine.pytorch.optimizers": "transformer_engine"}
+            "apollo_torch": "apollo_torch", "adafactor8bit": "adafactor8bit", "transformer_engine.pytorch.optimizers": "transformer_engine"}
 NOT_THERE = {"FlashOptimizer", "CPUOffloadOptimizer"}  # a base class; one without an own step
 # Arguments without which a peer needs a GPU, or which it has no defaults for.
-NEEDED = {"flashoptim": dict(quantize=False, master_weight_bits=None, fused=False), "came_pytorch": dict(lr=1e-3)}
+NEEDED = {"flashoptim": dict(quantize=False, master_weight_bits=None, fused=False), "came_pytorch": dict(lr=1e-3),
+          "adafactor8bit": dict(use_cuda_kernel=False, scale_weight_decay=False)}
 # How far the weights may be off, of the way that they have gone: bitsandbytes rounds codes otherwise, torch's Muon
 # computes in bf16, came_pytorch does not correct v. None: other directions, or a step on GPUs alone, so only the
 # arguments are compared.
 MOST = {"GaLore": None, "APOLLO": None, "Fused": None,
-        "4bit": 1e-3, "Fp8": 1e-3, "8bit": 0.01, "Muon": 0.02, "CAME": 0.1, "": 1e-4}
+        "4bit": 1e-3, "Fp8": 1e-3, "8Bit": 1e-5, "8bit": 0.01, "Muon": 0.02, "CAME": 0.1, "": 1e-4}
 # Classes whose own step fails, and others that take the same.
 FAILS = {"AdEMAMix32bit": "AdEMAMix", "PagedAdEMAMix32bit": "PagedAdEMAMix"}
 
@@ -52,7 +54,9 @@ def settings_of(kind, package):
     for name, more in (("t_alpha", {"t_alpha": 12, "t_beta3": 12, "alpha": 3.0, "betas": (0.8, 0.95, 0.999)}),
                        ("decouple_lr", {"weight_decay": 0.01, "decouple_lr": True,
                                         **({"dampening": 0.4} if "dampening" in names else {})}),
-                       ("adjust_lr_fn", {"adjust_lr_fn": "match_rms_adamw"})):
+                       ("adjust_lr_fn", {"adjust_lr_fn": "match_rms_adamw"}),
+                       ("apollo_rank", {"beta1": 0.9, "weight_decay": 0.1, "enable_fira_for_adafactor": True}),
+                       ("beta3", {"beta1": 0.9, "beta2": 0.99, "beta3": 0.999, "relative_step": False})):
         if name in names:
             yield {**base, **more}
     if package == "flashoptim" and "dampening" in names:
@@ -102,20 +106,22 @@ def test_torch_compat_is_its_peers():
 
 
 def test_torch_compat():
-    from nibble_optim.compat import (apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim, torchao,
-                                     transformer_engine)
-    for kind in [kind for module in (apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim, torchao,
-                                          transformer_engine)
+    from nibble_optim.compat import (adafactor8bit, apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim,
+                                     torchao, transformer_engine)
+    for kind in [kind for module in (adafactor8bit, apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim,
+                                     torchao, transformer_engine)
                  for kind in vars(module).values() if inspect.isclass(kind) and hasattr(kind, "describe")]:
         shapes = [(64, 64), (63, 65)] if kind is torch_optim.Muon else [(4095,), (4096,)]
         for dtype in (torch.bfloat16, torch.float16):
             params = [torch.nn.Parameter(torch.ones(shape).to(dtype)) for shape in shapes]
-            optimizer = kind(params, lr=0.1, weight_decay=0.01)
+            settings = {"lr": 0.1, "weight_decay": 0.01}
+            settings.update({"scale_weight_decay": False} if kind is adafactor8bit.Adafactor8Bit else {})
+            optimizer = kind(params, **settings)
             for p in params:
                 p.grad = torch.sin(torch.arange(float(p.numel()))).view(p.shape).to(dtype)
             optimizer.step()
             assert (params[0] != 1).any() and (params[1] != 1).any(), kind
-            kind(copy.deepcopy(params), lr=0.1, weight_decay=0.01).load_state_dict(optimizer.state_dict())
+            kind(copy.deepcopy(params), **settings).load_state_dict(optimizer.state_dict())
             again, its = copy.deepcopy((optimizer, params))
             for p, q in zip(params, its):
                 q.grad = p.grad
@@ -127,6 +133,8 @@ def test_torch_compat():
     for words, make in [("amsgrad=True", lambda: torchao.AdamW8bit([p], amsgrad=True)),
                         ("dampening=0.5", lambda: bitsandbytes.SGD([p], 1e-3, 0.9, 0.5)),
                         ("optim_bits=16", lambda: bitsandbytes.Lion([p], optim_bits=16)),
+                        ("give both, or none", lambda: adafactor8bit.Adafactor8Bit([p], beta1=0.9, beta3=0.99)),
+                        ("goes with scale_weight_decay=False", lambda: adafactor8bit.Adafactor8Bit([p], weight_decay=0.1)),
                         ("give both alike", lambda: bitsandbytes.AdEMAMix([p], t_alpha=9))]:
         raises(ValueError, words, make)
 
@@ -153,6 +161,60 @@ def test_torch_compat_more():
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     bitsandbytes.GlobalOptimManager.get_instance().initialize()
     assert optimizer._is_small(params[0])
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm = torch.nn.Conv2d(2, 30, 3), torch.nn.BatchNorm2d(30)
+        self.middle, self.head = torch.nn.Linear(30, 50), torch.nn.Linear(50, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x).float())).mean((2, 3)).to(self.middle.weight.dtype)
+        return self.head(self.middle(x))
+
+
+def test_torch_flashoptim_of_a_model():
+    """Casts of a model are flashoptim's, and weights in fp32 come out and go in again."""
+    from nibble_optim.compat import flashoptim
+    layers = [dict(), dict(dtype=torch.float16, selective=False), dict(full_precision_layers=["head"]),
+              dict(full_precision_recast_layers=["mid*"], full_precision_layers=["*.head"])]
+    for its in layers:
+        models = [Net(), Net()]
+        makers = [flashoptim.cast_model]
+        with contextlib.suppress(ImportError):
+            makers.append(importlib.import_module("flashoptim").cast_model)
+        for make, model in zip(makers, models):
+            make(model, **its)
+        types = [{name: value.dtype for name, value in model.state_dict().items()} for model in models[:len(makers)]]
+        assert types[0] == types[-1] and len(set(types[0].values())) > 1 and types[0]["first.weight"] != torch.float32
+        if its.get("dtype") is None:
+            x = torch.randn(4, 2, 6, 6).bfloat16()
+            outputs = [model(x) for model in models[:len(makers)]]
+            assert torch.equal(outputs[0], outputs[-1]) and outputs[0].dtype == outputs[-1].dtype
+    for bits, most in ((24, 2.0 ** -16), (32, 0.0), (None, 2.0 ** -8)):
+        model = Net()
+        flashoptim.cast_model(model, full_precision_layers=["head"])
+        optimizer = flashoptim.FlashAdamW(model.parameters(), lr=1e-3, master_weight_bits=bits)
+        for p in model.parameters():
+            p.grad = torch.sin(torch.arange(float(p.numel()))).view(p.shape).to(p.dtype)
+        want = {name: torch.randn(value.shape) for name, value in Net().state_dict().items()
+                if value.is_floating_point() and "running" not in name}
+        for step in range(2):  # before there are states, and beside them
+            optimizer.set_fp32_model_state_dict(model, want)
+            got = optimizer.get_fp32_model_state_dict(model)
+            for name, value in want.items():
+                off = ((got[name] - value) / value).abs().max().item()
+                exact = 0.0 if name.startswith(("head", "norm")) else most
+                assert off <= exact and (off > exact / 4 or exact == 0.0), (bits, name, off)
+                assert ((model.state_dict()[name].float() - got[name]) / got[name]).abs().max() <= 2.0 ** -8
+            optimizer.step()
+            after = optimizer.get_fp32_model_state_dict(model)
+            moved = {name: (after[name] - got[name]).abs().max().item() for name in want}
+            assert all(0 < most < 3e-2 for most in moved.values()), (bits, moved)
+    raises(ValueError, "give fp32", lambda: optimizer.set_fp32_model_state_dict(
+        model, {"head.weight": torch.zeros(5, 50, dtype=torch.float64)}))
 
 
 def halves(dtype=None):

@@ -226,10 +226,9 @@ class Part:
 
     def keeps(self, tensor, name):
         """Returns True if moment "m" or "v" of a parameter lies here, in the parameter's shape, or its "master", which may
-        be 16 bits beside bf16."""
+        be 8 or 16 bits beside bf16."""
         if name == "master":
-            return tensor not in self.owned and any(state == "master" or (state, bits) == ("weights.low", 16)
-                                                    for state, *_, bits in self._states(tensor))
+            return tensor not in self.owned and any(state in ("master", "weights.low") for state, *_ in self._states(tensor))
         its = [(state.split(".")[0], run) for state, *_, run, _ in self._states(tensor)]
         return any(state == name for state, _ in its) and ("m", 0) not in its  # galore's m has another shape
 
@@ -247,17 +246,19 @@ class Part:
         return (host.t() if turned else host).to(self.device)
 
     def _master(self, tensor, values):
-        """Returns the fp32 value of a parameter that has a master or 16 bits beside it, or sets it, and the parameter.
-        `values` may be int16: the bits beside the parameter."""
+        """Returns the fp32 value of a parameter that has a master or 8 or 16 bits beside it, or sets it, and the parameter;
+        of 24 bits it is the nearest. `values` may be int16: the bits beside the parameter."""
         p, master = self.locals[tensor].data, self.views[tensor].get("master")
         if values is None and tensor in self.written():  # the next step takes it over
             return p.float()
         if master is None:
-            low = self.views[tensor]["weights.low"].reshape(-1)[:2 * p.numel()].view(torch.int16)
+            bits = next(bits for state, *_, bits in self._states(tensor) if state == "weights.low")
+            low = self.views[tensor]["weights.low"].reshape(-1)[:bits // 8 * p.numel()]
+            low = low.view(torch.int16 if bits == 16 else torch.int8)
             low = low.view(p.shape[::-1]).t() if self.turned[tensor] else low.view(p.shape)
         if values is None:
             return master.clone() if master is not None else \
-                ((p.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+                ((p.view(torch.int16).int() << bits) + low.int() << 16 - bits).view(torch.float32)
         if values.dtype is torch.int16:
             values = ((p.view(torch.int16).int() << 16) + values.to(p.device).int()).view(torch.float32)
         values = values.to(p.device, torch.float32).reshape(p.shape).contiguous()
@@ -265,9 +266,12 @@ class Part:
             master.copy_(values)
             p.copy_(values)
         else:
-            bits = values.view(torch.int32)
-            p.view(torch.int16).copy_((bits + 0x8000) >> 16)
-            low.copy_(bits - ((bits + 0x8000) >> 16 << 16))
+            kept = values.view(torch.int32)
+            if bits == 8:
+                kept = kept + 0x7f + (kept >> 8 & 1) >> 8
+            high = kept + (1 << bits - 1) >> bits
+            p.view(torch.int16).copy_(high)
+            low.copy_(kept - (high << bits))
 
     def begin_masters(self, given):
         """Before the first step here, sets masters to the tensors that `given` has by number, others to the parameters."""

@@ -1,6 +1,10 @@
-"""Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them."""
+"""Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them, and what
+it has for a model: casts, fp32 weights, gradient release."""
+import fnmatch
+
 import torch
 
+from ..part import _local
 from . import drop_in
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
@@ -38,6 +42,37 @@ def _settings(name, rule, keeps_v):
     return settings
 
 
+def _whole(model):
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+@torch.no_grad()
+def get_fp32_model_state_dict(self, model):
+    """Returns the model's state_dict in fp32, with the bits that the optimizer keeps beside its parameters."""
+    values = {name: value.detach().to(torch.float32, copy=True) for name, value in _whole(model).state_dict().items()}
+    for name, p in _whole(model).named_parameters():
+        if "master_param" in self.state.get(p, {}):
+            values[name] = self.state[p]["master_param"]
+    return values
+
+
+@torch.no_grad()
+def set_fp32_model_state_dict(self, model, fp32_state_dict):
+    """Sets the model's parameters to those of an fp32 state_dict, and the bits beside them to what rounding cut off."""
+    self._make_all()
+    for name, p in _whole(model).named_parameters():
+        value = fp32_state_dict.get(name)
+        if value is None:
+            continue
+        if value.dtype is not torch.float32:
+            raise ValueError(f"set_fp32_model_state_dict: {name} of {value.dtype} was found; give fp32")
+        part, number = self._part_of.get(p, (None, 0))
+        if part is not None and part.keeps(number, "master"):
+            part.moment(number, "master", _local(value))
+        else:
+            p.copy_(value)
+
+
 for _name, _rule, _signature, _keeps_v in [
         ("FlashAdam", "adam", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0", True),
         ("FlashAdamW", "adamw", "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decouple_lr=False",
@@ -46,6 +81,37 @@ for _name, _rule, _signature, _keeps_v in [
         ("FlashSGD", "sgd", _MOMENTUM, False), ("FlashSGDW", "sgdw", _MOMENTUM + ", decouple_lr=False", False)]:
     globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
     globals()[_name]._lr_factor, globals()[_name]._decouples = _damped_factor, _rule == "sgdw"
+    globals()[_name].get_fp32_model_state_dict = get_fp32_model_state_dict
+    globals()[_name].set_fp32_model_state_dict = set_fp32_model_state_dict
+
+
+def _cast(value, dtype):
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def cast_model(model, dtype=torch.bfloat16, selective=True, full_precision_layers=None,
+               full_precision_recast_layers=None):
+    """Casts a model's parameters and buffers to `dtype`, in place. Layers that are named (patterns of fnmatch for names
+    with dots, or modules) stay as they are and get their inputs in fp32; the output of full_precision_recast_layers is
+    of `dtype`. With `selective`, batch and instance norms stay too."""
+    norms = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm) if selective else ()
+    named, recast = [], []
+    for name, module in model.named_modules():
+        for layers, found in ((full_precision_layers, named), (full_precision_recast_layers, recast)):
+            if any(layer is module or isinstance(layer, str) and fnmatch.fnmatch(name, layer) for layer in layers or ()):
+                found.append(module)
+    kept = {id(tensor) for module in named + recast for its in (module.parameters(), module.buffers()) for tensor in its}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point() and not isinstance(module, norms) and id(tensor) not in kept:
+                tensor.data = tensor.data.to(dtype)
+                kept.add(id(tensor))
+    for module in named + recast:
+        module.register_forward_pre_hook(lambda _, inputs: _cast(inputs, torch.float32))
+    for module in recast:
+        module.register_forward_hook(lambda _, inputs, output: _cast(output, dtype))
 
 
 def enable_gradient_release(model, optimizer, *, grad_scaler=None, pre_step=None):
