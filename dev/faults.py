@@ -9,10 +9,8 @@ Each case has a group and a number, which with --seed decide everything about it
 
     kills     SIGKILL at random moments, one to three in a row
     calls     one call, some or all from one on fail (dev/faults_preload.c): open, read, write, fsync, rename, malloc, ...
-    limits    ulimit -v, from what the program needs to begin with to what it needs to end; or drawn tight while it runs
+    limits    ulimit -v, from what the program needs to begin with to what it needs to end
     signals   INT, TERM, HUP, USR1 and PIPE at random moments, once or twice
-    links     a symbolic link where the program writes a file or a folder
-    special   a FIFO, a device, a folder, an empty or a broken file where the program reads one
 
 After each, ./train must have ended by itself, with exit code 0 or 2 (after a signal the code that is usual for it), and
 with one sentence where the code is 2; no checkpoint may differ from the one that an undisturbed run has at this step;
@@ -20,6 +18,7 @@ and the same command again, undisturbed, must end with the weights and states of
 last line is `N passed, N failed`.
 """
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import json
@@ -42,7 +41,7 @@ PRELOAD = os.path.join(HERE, "build", "dev", "faults_preload.so")
 LAST, HALF = 12, 6  # steps of a run, and of the one that cases resume
 PATIENCE = 40  # seconds after which a run counts as hanging
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "vocab.json", "merges.txt")
-SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60, "links": 50, "special": 90}
+SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60}
 ERRORS = {"open": "EACCES EMFILE EIO", "folder": "EACCES EMFILE", "read": "EIO short EINTR",
           "write": "ENOSPC EIO EDQUOT short EINTR", "flush": "ENOSPC EIO", "sync": "EIO ENOSPC", "rename": "EIO EACCES",
           "mkdir": "ENOSPC EACCES EROFS", "resize": "EIO ENOSPC", "remove": "EACCES EROFS EIO", "map": "ENOMEM EACCES",
@@ -85,9 +84,15 @@ def make_data(folder):
 # One run of ./train.
 
 
-class Ended:
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, out, err
+Ended = collections.namedtuple("Ended", "code out err")
+
+
+class Case:
+    """A case's run, and what was done to it."""
+
+    folder, fault = None, ""
+    before = ()  # the steps of its checkpoints
+    memory = no_tokenizer = False  # memory may be short; its tokenizer could not be read
 
 
 class Harness:
@@ -190,18 +195,18 @@ class Harness:
         names = os.listdir(f"{folder}/run") if os.path.isdir(f"{folder}/run") else []
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8}", name))
 
-    def check_checkpoints(self, folder, whole=None, but=""):
-        """Every file of a checkpoint is the undisturbed run's; step `whole` has them all. `but`: a file that the case has
-        changed; of a tokenizer's, the config.json with its numbers changes too."""
-        names = [name for name in FILES if name != but and (name != "config.json" or but not in FILES[2:])]
-        for step in self.steps(folder):
+    def check_checkpoints(self, case, whole=None):
+        """Every file of a checkpoint is the undisturbed run's; step `whole` has them all. A run that could not read its
+        tokenizer has none, and no numbers of it in config.json."""
+        names = [name for name in FILES if not (case.no_tokenizer and name in ("vocab.json", "config.json"))]
+        for step in self.steps(case.folder):
             for name in names:
                 path = f"run/step_{step:08d}/{name}"
-                there = os.path.isfile(f"{folder}/{path}")
+                there = os.path.isfile(f"{case.folder}/{path}")
                 need(there or step != whole, f"{path} is missing")
                 if not there:
                     continue
-                with open(f"{folder}/{path}", "rb") as got, open(f"{self.root}/whole/{path}", "rb") as want:
+                with open(f"{case.folder}/{path}", "rb") as got, open(f"{self.root}/whole/{path}", "rb") as want:
                     need(got.read() == want.read(), f"{path} is not the undisturbed run's")
 
     @staticmethod
@@ -213,91 +218,58 @@ class Harness:
             need(len(errors) == 1 and errors[0].startswith("train: error: "), f"not one sentence: {ended.err[-800:]}")
         need(not re.search("[\x00-\x08\x0b-\x1f\x7f]", ended.err), f"control characters: {ended.err[-500:]!r}")
 
-    def check_again(self, folder, but=""):
-        """Checks that the same command ends with the undisturbed run's bits; `but`: a file of the user's own."""
-        ended = self.run(folder)
+    def check_kept(self, case, ended):
+        """Checks that the newest earlier checkpoint, or a newer one, is there. A run that ends for lack of memory names
+        its last one."""
+        after = self.steps(case.folder)
+        need(not case.before or (after and after[-1] >= case.before[-1]), f"checkpoints {case.before} became {after}")
+        self.check_checkpoints(case, after[-1] if after else None)
+        saved = re.findall(r"^save +\d+  (\S+)", ended.out, re.MULTILINE)
+        named = ended.code == 0 or not case.memory or not saved or saved[-1] in ended.err
+        need(named, f"{saved[-1:]} is not named: {ended.err}")
+
+    def check_again(self, case):
+        """Checks that the same command ends with the undisturbed run's bits."""
+        ended = self.run(case.folder)
         need(ended.code == 0, f"again, undisturbed: ends with {ended.code}: {ended.err[-500:]}")
-        need(self.steps(folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(folder)}")
-        self.check_checkpoints(folder, LAST, but=but)
-        with open(f"{folder}/run/log.jsonl", encoding="utf-8") as file:
+        need(self.steps(case.folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(case.folder)}")
+        self.check_checkpoints(case, LAST)
+        with open(f"{case.folder}/run/log.jsonl", encoding="utf-8") as file:
             for line in file:
                 json.loads(line)
 
-    def check_kept(self, folder, before, but=""):
-        """Checks that the newest earlier checkpoint, or a newer one, is there; `but`: see check_checkpoints."""
-        after = self.steps(folder)
-        need(not before or (after and after[-1] >= before[-1]), f"checkpoints {before} became {after}")
-        self.check_checkpoints(folder, after[-1] if after else None, but=but)
+    # The groups of cases. Each disturbs a run of its own and raises Failed; the same command is then run undisturbed.
 
-    # The groups of cases. Each takes a folder name and a generator of random numbers, and raises Failed.
-
-    def kills(self, name, rng):
-        folder = self.folder(name, rng.random() < 0.3)
+    def kills(self, case, rng):
+        case.fault = "SIGKILL"
         for _ in range(rng.randint(1, 3)):
-            process = self.start(folder, self.words())
+            process = self.start(case.folder, self.words())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(rng.uniform(0, 1.2 * self.seconds))
             process.kill()
-            ended = self.end(process, folder)
-            self.check_end(ended, (-signal.SIGKILL, 0))
-            self.check_checkpoints(folder)
-        self.check_again(folder)
+            self.check_end(self.end(process, case.folder), (-signal.SIGKILL, 0))
+            self.check_checkpoints(case)
 
-    def calls(self, name, rng):
-        begun = rng.random() < 0.5
-        counts = self.counts[begun]
+    def calls(self, case, rng):
+        counts = self.counts[bool(case.before)]
         kind = rng.choice([kind for kind in counts if counts[kind] > 0] + ["memory"] * 4 + ["write"] * 2)
         first = rng.randint(1, counts[kind])
         last, error = rng.choice((first, first, first + 2, 10**9)), rng.choice(ERRORS[kind].split())
         if error == "EINTR":
             last = min(last, first + 50)  # signals do not come at every call for ever
-        fault = f"{kind}:{first}:{last}:{error}"
-        folder = self.folder(name, begun)
-        before = self.steps(folder)
-        ended = self.run(folder, env={"LD_PRELOAD": PRELOAD, "FAULT": fault})
-        try:
-            self.check_end(ended)
-            # Without its tokenizer a run goes on and reports that there are no samples.
-            but = "vocab.json" if re.search("notice.*no samples", ended.out) else ""
-            self.check_kept(folder, before, but)
-            if kind == "memory":
-                self.check_advice(ended)
-            self.check_again(folder, but)
-        except Failed as failed:
-            raise Failed(f"FAULT={fault}{' of a resumed run' if begun else ''}: {failed}") from failed
+        case.fault, case.memory = f"FAULT={kind}:{first}:{last}:{error}", kind == "memory"
+        ended = self.run(case.folder, env={"LD_PRELOAD": PRELOAD, "FAULT": case.fault.removeprefix("FAULT=")})
+        self.check_end(ended)
+        # Without its tokenizer a run goes on and reports that there are no samples.
+        case.no_tokenizer = bool(re.search("notice.*no samples", ended.out))
+        self.check_kept(case, ended)
 
-    @staticmethod
-    def check_advice(ended):
-        """Checks that a run which ends for lack of memory names its last checkpoint."""
-        saved = re.findall(r"^save +\d+  (\S+)", ended.out, re.MULTILINE)
-        need(ended.code == 0 or not saved or saved[-1] in ended.err, f"{saved[-1:]} is not named: {ended.err}")
-
-    def limits(self, name, rng):
-        begun, running = rng.random() < 0.5, rng.random() < 0.4
-        folder = self.folder(name, begun)
-        before = self.steps(folder)
+    def limits(self, case, rng):
         limit = rng.randint(self.least, self.most + 2 * MEGABYTE) // 4096 * 4096
-        if running:
-            process = self.start(folder, self.words())
-            # Not before its first line: until then it looks at its limits and trusts that they stay.
-            while process.poll() is None and os.path.getsize(f"{folder}/train.out") == 0:
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.8) * self.seconds)
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:
-                    limit = int(file.read().split()[0]) * 4096 + rng.choice((0, 4096, 65536, MEGABYTE, 5 * MEGABYTE))
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
-            ended = self.end(process, folder)
-        else:
-            ended = self.run(folder, limit=limit)
-        try:
-            self.check_end(ended)
-            self.check_kept(folder, before)
-            self.check_advice(ended)
-            self.check_again(folder)
-        except Failed as failed:
-            how = "drawn while it runs" if running else "of the whole run"
-            raise Failed(f"ulimit -v {limit // 1024} {how}{', resumed' if begun else ''}: {failed}") from failed
+        case.fault, case.memory = f"ulimit -v {limit // 1024}", True
+        ended = self.run(case.folder, limit=limit)
+        self.check_end(ended)
+        self.check_kept(case, ended)
 
     @staticmethod
     def signal_is_awaited(pid, number):
@@ -306,133 +278,38 @@ class Harness:
             masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigIgn", "SigCgt"))]
         return any(mask >> (number - 1) & 1 for mask in masks)
 
-    def signals(self, name, rng):
+    def signals(self, case, rng):
         word = rng.choice(SIGNALS)
         number, presses = getattr(signal, f"SIG{word}"), rng.choice((1, 1, 1, 2))
-        folder = self.folder(name, rng.random() < 0.3)
-        env = {"OMP_WAIT_POLICY": rng.choice(("passive", None))}
-        process = self.start(folder, self.words(), env=env)
+        process = self.start(case.folder, self.words(), env={"OMP_WAIT_POLICY": rng.choice(("passive", None))})
         begin, early = time.monotonic(), False
         for _ in range(presses):
             time.sleep(rng.uniform(0, self.seconds))
             with contextlib.suppress(OSError):
                 awaited = self.signal_is_awaited(process.pid, number)
-                early = early or (not awaited and os.path.getsize(f"{folder}/train.out") == 0)
+                early = early or (not awaited and os.path.getsize(f"{case.folder}/train.out") == 0)
                 os.kill(process.pid, number)
-        ended = self.end(process, folder)
-        try:
-            stops = word in ("INT", "TERM", "HUP")
-            codes = (0,) + ((128 + number,) if stops else ()) + ((-number,) if early else ())
-            self.check_end(ended, codes)
-            self.check_checkpoints(folder)
-            saved = stops and "stopped  " in ended.out
-            need(not saved or (ended.code == 128 + number and self.steps(folder)),
-                 f"a run that was stopped ended with {ended.code} and the checkpoints {self.steps(folder)}")
-            self.check_again(folder)
-        except Failed as failed:
-            raise Failed(f"SIG{word} x {presses} after {time.monotonic() - begin:.3f} s: {failed}") from failed
-
-    LINKED = ("config.json", "config.json.tmp", "log.jsonl", "log.txt", "vocab.json", "vocab.json.tmp", "merges.txt",
-              "merges.txt.tmp", "step_00000009", "step_00000009.tmp", "step_00000012", "step_00000012.tmp",
-              "step_00000012.old.tmp", "step_00000003", "step_00000006", "save")
-
-    @staticmethod
-    def tree(folder):
-        """Returns what is in a folder: the files' bytes, the links' targets."""
-        found = {}
-        for path, _, names in os.walk(folder):
-            found[path] = None
-            for name in names:
-                with open(f"{path}/{name}", "rb") as file:
-                    found[f"{path}/{name}"] = file.read()
-        return found
-
-    def links(self, name, rng):
-        begun, link = rng.random() < 0.5, rng.choice(self.LINKED)
-        folder = self.folder(name, begun)
-        path, victims = f"{folder}/run/{link}", f"{folder}/victims"
-        os.makedirs(f"{folder}/run", exist_ok=True)
-        os.makedirs(f"{victims}/folder")
-        write(f"{victims}/file", "mine\n")
-        write(f"{victims}/folder/model.safetensors", "mine too\n")
-        kinds = ["file", "folder", "nothing"]
-        if os.path.isdir(path):
-            kinds = ["moved"]  # a checkpoint that lies elsewhere, on a larger disk
-        target = rng.choice(kinds)
-        if target == "moved":
-            shutil.move(path, f"{victims}/moved")
-        elif os.path.lexists(path):
-            shutil.move(path, f"{folder}/original")
-        os.symlink(f"{victims}/{target}", path)
-        before = self.tree(victims)
-        ended = self.run(folder)
-        try:
-            need(self.tree(victims) == before, "what the link points to was changed")
-            self.check_end(ended, (0,) if target == "moved" else (0, 2))
-            if os.path.islink(path) and target != "moved":
-                os.unlink(path)
-                if os.path.exists(f"{folder}/original"):
-                    shutil.move(f"{folder}/original", path)
-            self.check_again(folder, link)
-            need(self.tree(victims) == before, "what the link points to was changed by the run after it")
-        except Failed as failed:
-            raise Failed(f"run/{link} -> {target}{', resumed' if begun else ''}: {failed}") from failed
-
-    def special_make(self, kind, path):
-        """Puts something of a kind where a file or a folder was. What cannot be made is missing."""
-        data = b""
-        if os.path.isdir(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            with open(path, "rb") as file:
-                data = file.read()
-            os.unlink(path)
-        make = {"fifo": os.mkfifo, "folder": os.mkdir, "zero": lambda path: os.symlink("/dev/zero", path), "terminal": lambda path: os.symlink("/dev/tty", path),
-                "loop": lambda path: os.symlink(os.path.basename(path), path), "empty": lambda path: write(path, ""),
-                "cut": lambda path: write(path, data[:len(data) // 2])}
-        make[kind](path)
-
-    SPECIAL = ("fifo", "zero", "terminal", "folder", "loop", "empty", "cut")
-    READ = (["data"] + [f"data/{name}" for name in ("train_000000.bin", "val_000000.bin", "meta.json", "vocab.json",
-                                                    "merges.txt")] +
-            [f"run/{name}" for name in ("log.jsonl", "config.json", "log.txt", "vocab.json", "merges.txt", "save")] +
-            [f"run/step_00000006/{name}" for name in (*FILES, "state.json")] +
-            [f"model/{name}" for name in FILES if not name.startswith("optim")] +
-            [f"sampled/{name}" for name in FILES if not name.startswith("optim")] + ["sampled/state.json"])
-
-    def special(self, name, rng):
-        place, kind = rng.choice(self.READ), rng.choice(self.SPECIAL)
-        top = place.split("/")[0]
-        folder = self.folder(name, top == "run")
-        shutil.copytree(f"{self.root}/data", f"{folder}/data")
-        for copy in ("model", "sampled"):
-            shutil.copytree(f"{self.root}/half/run/step_{HALF:08d}", f"{folder}/{copy}")
-        self.special_make(kind, f"{folder}/{place}")
-        words = [word.replace(f"{self.root}/data", "data") for word in self.words()]
-        if top == "model":
-            shape = words.index("--layers")
-            words = words[:shape] + ["--model", "./model"] + words[shape + 6:]
-        elif top == "sampled":
-            words = ["--device", "cpu", "--sample", "the", "--model", "./sampled", "--sample-tokens", "4"]
-        before = self.steps(folder)
-        ended = self.run(folder, words, limit=self.most + (1 << 30))
-        try:
-            self.check_end(ended)
-            if top == "run":
-                self.check_checkpoints(folder, but=os.path.basename(place))
-                need(not before or self.steps(folder), "no checkpoint is left")
-        except Failed as failed:
-            raise Failed(f"{place} is {kind}: {failed}") from failed
+        ended = self.end(process, case.folder)
+        case.fault = f"SIG{word} x {presses} after {time.monotonic() - begin:.3f} s"
+        stops = word in ("INT", "TERM", "HUP")
+        self.check_end(ended, (0,) + ((128 + number,) if stops else ()) + ((-number,) if early else ()))
+        self.check_checkpoints(case)
+        saved = stops and "stopped  " in ended.out
+        need(not saved or (ended.code == 128 + number and self.steps(case.folder)),
+             f"a run that was stopped ended with {ended.code} and the checkpoints {self.steps(case.folder)}")
 
     # All groups.
 
     def case(self, group, number):
         name, rng = f"{group}_{number}", random.Random(f"{self.options.seed} {group} {number}")
-        begin, problem = time.monotonic(), None
+        begin, problem, case = time.monotonic(), None, Case()
         try:
-            getattr(self, group)(name, rng)
+            case.folder = self.folder(name, rng.random() < 0.4)
+            case.before = self.steps(case.folder)
+            getattr(self, group)(case, rng)
+            self.check_again(case)
         except Failed as failed:
-            problem = str(failed)
+            problem = f"{case.fault}{', resumed' if case.before else ''}: {failed}"
         except Exception as failure:  # a fault of this program is a failure too, and the others go on
             problem = f"{type(failure).__name__}: {failure}"
         with self.lock:
