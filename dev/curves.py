@@ -78,13 +78,14 @@ def parts_of(curves, first=None):
 
 
 def heights(curves, seen):
-    """Returns the range of y that shows the last two thirds of all curves, bands included, and the values `seen`."""
+    """Returns the range of y that shows the values `seen` and, bands included, the last two thirds of all curves, or all
+    of one that tells another value than its last."""
     begin = min(curve.x[0] for curve in curves)
     begin += (max(curve.x[-1] for curve in curves) - begin) / 3
     seen = list(seen)
     for curve in curves:
         errors = curve.errors or [0.0] * len(curve.y)
-        late = [(y, e) for x, y, e in zip(curve.x, curve.y, errors) if x >= begin and math.isfinite(y)]
+        late = [(y, e) for x, y, e in zip(curve.x, curve.y, errors) if (x >= begin or curve.told) and math.isfinite(y)]
         seen += [y + sign * e for y, e in late or [(curve.last, 0.0)] if math.isfinite(y) for sign in (-1, 1)]
     low, high = min(seen, default=0.0), max(seen, default=1.0)
     margin = 0.04 * (high - low) + 1e-4
@@ -142,18 +143,25 @@ def draw_curves(axes, curves, baseline=None, seen=()):
         )  # fmt: skip
 
 
-def panels(titles, width=8.5, height=3.2):
-    """Returns a figure with a panel for each title, one below the other, and room for names to their right."""
-    figure, axes = plt.subplots(len(titles), 1, figsize=(width, height * len(titles)), squeeze=False)
-    top, bottom = 0.35 / (height * len(titles)), 0.45 / (height * len(titles))
-    figure.subplots_adjust(left=0.1, right=0.64, top=1 - top, bottom=bottom, hspace=0.33)
-    for its, title in zip(axes[:, 0], titles):
-        its.set_title(plain(title), loc="left", fontweight="bold", fontsize=9)
-    return figure, axes[:, 0]
+def draw_panels(parts, what, seen=(), width=8.5, height=3.2):
+    """Draws the curves of each (title, unit of y, curves, the baseline's or None) in panels one below the other, with
+    room for names to their right. `what`: see label_x. Returns the figure, or None where there is no curve."""
+    parts = [(title, unit, its, base) for title, unit, curves, base in parts for its in parts_of(curves, base) if its]
+    if not parts:
+        return None
+    height *= len(parts)
+    figure, all_axes = plt.subplots(len(parts), 1, figsize=(width, height), squeeze=False)
+    figure.subplots_adjust(left=0.1, right=0.64, top=1 - 0.35 / height, bottom=0.45 / height, hspace=0.33)
+    for axes, (title, unit, curves, base) in zip(all_axes[:, 0], parts):
+        axes.set_title(plain(title), loc="left", fontweight="bold", fontsize=9)
+        draw_curves(axes, curves, base, seen)
+        axes.set_ylabel(unit)
+        label_x(axes, what)
+    return figure
 
 
 def label_x(axes, what):
-    """Says what the horizontal axis shows: `tokens`, `seconds` or `step`; long times are shown in minutes or hours."""
+    """Says what the horizontal axis shows: `tokens`, `seconds`, `step`, ...; long times are shown in minutes or hours."""
     axes.set_xlabel(what)
     if what == "tokens":
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))

@@ -26,7 +26,7 @@ from problem import Parser, Problem, answered, installs, regular, say
 from runlog import RunLog, numbers
 
 try:
-    from curves import COLOURS, STYLE, Curve, draw_curves, label_x, mean_curve, panels, parts_of, plt, save, smoothed
+    from curves import COLOURS, STYLE, Curve, draw_panels, mean_curve, plt, save, smoothed
 except ImportError as missing:
     print(f"plot: error: {missing}; {installs('-r dev/requirements.txt')}", file=sys.stderr)
     sys.exit(2)
@@ -147,14 +147,8 @@ def draw_runs(options):
         for i, (_, _, tasks) in enumerate(seeds)
         for task, (x, y) in tasks.items()
     ]
-    parts = [(options.title or "loss", "nats a token", its) for its in parts_of(losses)]
-    parts += [("right answers", "%", its) for its in parts_of(answers) if its]
-    figure, all_axes = panels([title for title, _, _ in parts])
-    for axes, (_, unit, curves) in zip(all_axes, parts):
-        draw_curves(axes, curves)
-        axes.set_ylabel(unit)
-        label_x(axes, {"time": "seconds"}.get(options.x, options.x))
-    return figure
+    parts = [(options.title or "loss", "nats a token", losses, None), ("right answers", "%", answers, None)]
+    return draw_panels(parts, {"time": "seconds"}.get(options.x, options.x))
 
 
 def draw_shares(path):

@@ -6,6 +6,7 @@ from) drops everything. `time_s`, which each process counts from its own start, 
 A line that is not a record is left out and reported by `bad`. A last line without its end waits: the rest may come.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -20,34 +21,6 @@ KINDS = {
     "eval": "name",
     "sample": "text",
 }  # and a field of each
-
-# The types of fields; what is not listed is a number or null. A configuration's other fields may be texts too.
-TEXTS = {"type", "name", "prompt", "text"}
-WHOLE = {"step", "index"}
-OF_CONFIG = {"device": str, "commit": str, "unix_s": int, "parameters": int, "options": dict}
-LINE_BYTES = 1 << 24  # of a line at most
-READ_BYTES = 1 << 26  # at a time
-
-
-def checked(field, value, is_config=False):
-    """Returns the value of a field, or null if it is a number that is not finite. Raises ValueError if its type is not
-    the one that ./train writes, so that readers of a record need not check it."""
-    if type(value) is float and not math.isfinite(value):
-        value = None
-    number = value is None or (type(value) in (int, float) and abs(value) < 1e300)
-    if field in TEXTS:
-        right = isinstance(value, str)
-    elif field in WHOLE:
-        right = type(value) is int and 0 <= value < 1 << 53
-    elif is_config and field in OF_CONFIG:
-        right = value is None or (isinstance(value, OF_CONFIG[field]) and (number or not isinstance(value, int)))
-    else:
-        right = number or field == "nonfinite" or (is_config and isinstance(value, str))
-    if not right:
-        raise ValueError(f"{field[:40]} is of another type")
-    if is_config and field == "options":
-        return {name: its if isinstance(its, str) else checked("--", its) for name, its in (value or {}).items()}
-    return value
 
 
 def numbers(records, field):
@@ -75,54 +48,41 @@ class RunLog:
         self.starting = False
         self.changes += 1
 
-    def poll(self):
-        """Reads what was written since the last call. Returns whether there was any; raises OSError without a log."""
-        begin = self.offset
+    def poll(self, whole=False):
+        """Takes in what was written since the last call; `whole`: also a last line without its end, if it is JSON.
+        Returns whether there was any. Raises OSError without a log."""
         with open(regular(self.path), "rb") as file:
             if os.fstat(file.fileno()).st_size < self.offset:  # another file has the name now
                 self.forget()
-                begin = 0
             file.seek(self.offset)
-            while True:
-                block = file.read(READ_BYTES)
-                end = block.rfind(b"\n") + 1
-                if not end and len(block) < READ_BYTES:  # nothing, or half a line
-                    return self.offset > begin
-                for line in block[:end].split(b"\n")[:-1] if end else [block]:
-                    self.line += 1
-                    if line.strip():
-                        self.take(line)
-                self.offset += end or len(block)
-                file.seek(self.offset)
+            *lines, rest = file.read().split(b"\n")
+        for line in lines:
+            self.take(line)
+            self.offset += len(line) + 1
+        with contextlib.suppress(ValueError):
+            if whole and json.loads(rest):
+                self.take(rest)
+        return bool(lines)
 
     def read(self):
-        """Reads all that is there, and a last line without its end if it is whole JSON. Returns self."""
-        self.poll()
-        with open(regular(self.path), "rb") as file:
-            file.seek(self.offset)
-            tail = file.read(LINE_BYTES)
-        try:
-            json.loads(tail)
-        except (ValueError, RecursionError):
-            return self
-        self.take(tail)
+        """Takes in all that is there. Returns self."""
+        self.poll(whole=True)
         return self
 
     def take(self, line):
+        self.line += 1
         try:
-            if len(line) >= LINE_BYTES:
-                raise ValueError(f"it is longer than {LINE_BYTES >> 20} MiB")
-            record = json.loads(line.decode("utf-8", "replace"))
-            self.add(record["type"], record)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            if line.strip():
+                record = json.loads(line, parse_constant=lambda name: None)  # a number that is not finite is null
+                self.add(record["type"], record)
+        except (ValueError, KeyError, TypeError) as error:
             self.bad = self.bad or (self.line, error)
 
     def add(self, kind, record):
-        if kind not in ("config", "resume") and kind not in KINDS:
-            return
-        record = {field: checked(field, value, kind == "config") for field, value in record.items()}
         if kind == "config":
             self.config, self.starting = record, True
+            return
+        if kind != "resume" and kind not in KINDS:
             return
         step, time = record["step"], record.get("time_s") or 0.0
         if kind == "resume":
@@ -147,7 +107,7 @@ class RunLog:
         its = self.records[kind]
         if its and its[-1]["step"] > record["step"]:
             raise ValueError(f"step {record['step']} comes after step {its[-1]['step']}")
-        for i in range(len(its) - 1, max(len(its) - 65, -1), -1):
+        for i in reversed(range(len(its))):
             if its[i]["step"] < record["step"]:
                 break
             if key(its[i]) == key(record):

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from curves import COLOURS, STYLE, Curve, draw_curves, label_x, matplotlib, mean_curve, panels, parts_of, plain, plt, save
+from curves import COLOURS, STYLE, Curve, draw_panels, matplotlib, mean_curve, parts_of, plain, plt, save
 from matplotlib.patheffects import withStroke
 from table import groups
 
@@ -30,47 +30,39 @@ def difference_curve(row):
     return Curve(row.name, x, y, row.pairs or len(row.done), errors, signed=True)
 
 
-def draw_groups(table, parts, path, zero):
-    """Draws a panel for each (title, baseline's curve or None, curves)."""
-    parts = [(title, base, its) for title, base, curves in parts for its in parts_of(curves, base) if its]
-    if not parts:
-        path.unlink(missing_ok=True)
-        return
-    figure, all_axes = panels([title for title, _, _ in parts])
-    for axes, (_, base, curves) in zip(all_axes, parts):
-        draw_curves(axes, curves, base, [0.0] * zero)
-        label_x(axes, "seconds" if table[0].seconds else "tokens")
-        axes.set_ylabel("− baseline (nats)" if zero else "validation loss (nats)")
-        if zero:
-            axes.axhline(0, color="black", linewidth=1)
-    save(figure, path)
+def draw_over_training(table, parts, zero):
+    """Draws panels of (title, baseline's curve or None, curves) over tokens or seconds."""
+    unit = "− baseline (nats)" if zero else "validation loss (nats)"
+    parts = [(title, unit, curves, base) for title, base, curves in parts]
+    figure = draw_panels(parts, "seconds" if table[0].seconds else "tokens", [0.0] * zero)
+    for axes in figure.axes if figure and zero else ():
+        axes.axhline(0, color="black", linewidth=1)
+    return figure
 
 
-def draw_losses(table, facts, path):
+def draw_losses(table, facts):
     base = next(row for row in table if row.name == facts["baseline"])
     black = loss_curve(base) if base.done else None
     parts = [
         (group, black, [loss_curve(row) for row in rows if row.drawn and row is not base])
         for group, rows in groups(table).items()
     ]
-    draw_groups(table, parts, path, False)
+    return draw_over_training(table, parts, False)
 
 
-def draw_picture(table, facts, path):
+def draw_picture(table, facts):
     """Draws the losses of the configurations that the sweep names in `picture`, for a README."""
-    rows = [row for row in table if row.done and row.name in facts["picture"]]
-    parts = [(facts["title"], None, [loss_curve(row) for row in rows])] if rows else []
-    draw_groups(table, parts, path, False)
+    curves = [loss_curve(row) for row in table if row.done and row.name in facts["picture"]]
+    return draw_over_training(table, [(facts["title"], None, curves)], False)
 
 
-def draw_differences(table, facts, path):
+def draw_differences(table, facts):
     parts = []
     for group, rows in groups(table).items():
         for baseline in dict.fromkeys(row.baseline for row in rows):
-            its = [difference_curve(row) for row in rows if row.baseline == baseline and row.path]
-            if its:
-                parts.append((f"{group}, minus {baseline}", None, its))
-    draw_groups(table, parts, path, True)
+            curves = [difference_curve(row) for row in rows if row.baseline == baseline and row.path]
+            parts.append((f"{group}, minus {baseline}", None, curves))
+    return draw_over_training(table, parts, True)
 
 
 def beside(axes, points, bars=()):
@@ -102,12 +94,11 @@ def beside(axes, points, bars=()):
         taken.append(box)
 
 
-def draw_bytes(table, facts, path):
+def draw_bytes(table, facts):
     """Bytes that a parameter holds against the final loss, of the rows in `picture`, else of the first group."""
     rows = [row for row in table if row.done and (row.name in facts["picture"] or not facts["picture"] and row.group == table[0].group)]
     if not rows:
-        path.unlink(missing_ok=True)
-        return
+        return None
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     axes.set_title(
         f"{plain(facts['title'])}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
@@ -129,10 +120,10 @@ def draw_bytes(table, facts, path):
     axes.set_ylabel(plain(f"final loss − {base.name}'s (nats)" if base.done else "final loss (nats)"))
     bars = [(row.held, row.level - error, row.level + error) for row in rows for error in [row.level_error or 0.0]]
     beside(axes, [(row.held, row.level, f"{plain(row.name)}, n {len(row.done)}") for row in rows], bars)
-    save(figure, path)
+    return figure
 
 
-def draw_rates(table, facts, path):
+def draw_rates(table, facts):
     """Final loss over the learning rate, a line for each name that has three rates or more."""
     lines = {}
     for row in table:
@@ -148,18 +139,15 @@ def draw_rates(table, facts, path):
         seeds, best = min(point.seeds for point in points), min(zip(y, x))
         errors = errors if len(errors) == len(points) else []
         curves.append(Curve(name, x, y, seeds, errors, told=f"{best[0]:.4f} at {best[1]:g}"))
-    parts = [its for its in parts_of([curve for curve in curves if len(curve.x) > 2]) if its]
-    if not parts:
-        path.unlink(missing_ok=True)
-        return
-    figure, all_axes = panels([f"{facts['title']}" + f" ({i + 1})" * (len(parts) > 1) for i in range(len(parts))])
-    for axes, curves in zip(all_axes, parts):
-        draw_curves(axes, curves, None, [value for curve in curves for value in curve.y])
+    parts = parts_of([curve for curve in curves if len(curve.x) > 2])
+    titles = [facts["title"] + f" ({i + 1})" * (len(parts) > 1) for i in range(len(parts))]
+    unit = "final validation loss (nats)"
+    figure = draw_panels([(title, unit, its, None) for title, its in zip(titles, parts)], "learning rate")
+    for axes in figure.axes if figure else ():
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        axes.set(xlabel="learning rate", ylabel="final validation loss (nats)")
-    save(figure, path)
+    return figure
 
 
 PICTURES = {
@@ -172,6 +160,14 @@ PICTURES = {
 
 
 def draw(table, facts, folder):
+    """Draws the pictures that there is something to show in. Returns their names; others are removed."""
+    drawn = []
     with plt.rc_context(STYLE):
         for name, picture in PICTURES.items():
-            picture(table, facts, folder / name)
+            figure = picture(table, facts) if any(row.done for row in table) else None
+            if figure:
+                save(figure, folder / name)
+                drawn.append(name)
+            else:
+                (folder / name).unlink(missing_ok=True)
+    return drawn

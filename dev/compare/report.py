@@ -69,11 +69,6 @@ def write(sweep, folder):
         raise Problem(f"{folder / record.FILE} holds no run of {sweep.path}{other}; run it first, or name another --out")
     facts = facts_of(sweep, table, stale)
     write_whole(folder / "table.csv", tables.csv_text(table))
-    if any(row.done for row in table):
-        draw.draw(table, facts, folder)
-    else:
-        for name in draw.PICTURES:
-            (folder / name).unlink(missing_ok=True)
-    facts["pictures"] = [name for name in draw.PICTURES if (folder / name).exists()]
+    facts["pictures"] = draw.draw(table, facts, folder)
     write_whole(folder / "table.md", tables.markdown(table, facts))
     print(folder / "table.md")

@@ -8,9 +8,7 @@ where there is none.
 """
 
 import csv
-import functools
 import http.client
-import http.server
 import io
 import json
 import os
@@ -162,50 +160,10 @@ def test_log_lines(case):
     evaluations = (evaluated(2, name, acc=0.5) for name in ("h", "l", "h"))
     case.log("a", *evaluations, *(sampled(2, "a", "b", i) for i in (0, 1, 1)))
     assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
-    case.log("a", "oh\n", '{"type": "train", "step": 1e999, "loss": 1}\n', "[" * 99999 + "\n")
-    case.log("a", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
+    case.log("a", "oh\n", '{"type": "train", "step": "3", "loss": 1}\n', '{"type": "train", "step": 3}\n', "[1]\n", train(3))
     assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
     (case.runs / "a" / "log.jsonl").write_text(json.dumps(train(7)))
     assert not log.poll() and steps(log) == [] and steps(log.read()) == [7], "another file"
-
-
-def test_log_types(case):
-    """A record of other types than ./train writes is left out and reported: nobody else checks them."""
-    from runlog import RunLog
-
-    good, loss = {"type": "train", "step": 3, "tokens": 9, "time_s": 1.0, "loss": 2.0}, float("nan")
-    bad = [{"step": "3"}, {"step": -1}, {"step": True}, {"step": 1.5}, {"step": None}, {"time_s": "1"}, {"tokens": [1]}]
-    bad += [{"loss": {}}, {"lr": 10**301}, {"lr": True}, {"type": []}, {"type": "eval"}, {"type": "eval", "name": 5}]
-    bad += [{"type": "sample", "text": None}, {"type": "resume", "step": "0"}, {"step": 1}]
-    bad += [{"type": "config", "options": its} for its in ([1], "x", {"a": [1]}, {"a": {}})]
-    bad += [{"type": "config", "unix_s": "x"}, {"type": "config", "device": 5}, {"type": "config", "parameters": "9"}]
-    for i, wrong in enumerate(bad):
-        log = RunLog(case.log(f"bad{i}", CONFIG, good | {"step": 2}, good | wrong)).read()
-        assert steps(log) == [2] and log.bad[0] == 3 and log.config["options"] == OPTIONS, (wrong, log.records, log.bad)
-    log = RunLog(case.log("nan", CONFIG, good | {"loss": loss, "lr": float("inf")}, "x" * (1 << 24) + "\n", good)).read()
-    assert steps(log) == [3] and log.records["train"][0]["loss"] == 2.0 and "longer than 16 MiB" in str(log.bad[1])
-    case.log("bad", CONFIG, good, '{"type": "train", "step": 4, "loss": 1, "__proto__": 1, "\\u001b]0;x\\u0007": "a"}\n')
-    told = case.run("watch.py", "--export", "csv", "--out", "tables")
-    assert told.returncode == 0 and "\x1b" not in told.stdout and "?]0;x? is of another type" in told.stdout, told
-
-
-def test_silent_client(case):
-    """A client that sends half a request holds its thread for a while only."""
-    import socket
-    import threading
-
-    import watch
-
-    case.log("a", CONFIG, train(1))
-    handler = type("Handler", (watch.Handler,), {"timeout": min(watch.Handler.timeout, 60) / 60})
-    make = functools.partial(handler, watch.Runs(case.runs), {})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        for request in (b"GET / HT", b"POST / HTTP/1.1\r\nHost: localhost:1\r\nContent-Length: 99\r\n\r\n{"):
-            with socket.create_connection(server.server_address, timeout=20) as client:
-                client.sendall(request)
-                assert client.recv(9) == b"", "closed"
-        server.shutdown()
 
 
 def test_news(case):
@@ -234,9 +192,6 @@ def test_news(case):
         assert len(server.ask("GET", "/bokeh.js")[2]) > 10**6
         assert server.ask("GET", "/../watch.py")[0] == 404 and server.ask("GET", "/", host="evil.example:80")[0] == 403
         assert server.ask("POST", "/news", "{}", host="evil.example")[0] == 403
-        for body in ("", "[1]", "{", '{"a": 5}', '{"a": {"train": "x", "changes": 0}}'):
-            assert server.ask("POST", "/news", body)[0] in (200, 400), body
-        assert server.ask("POST", "/news", "[1]")[0] == 400 and server.ask("POST", "/news", "[" * 99999)[0] == 400
         table = Path("/proc/net/tcp").read_text().split("\n") if os.path.exists("/proc/net/tcp") else []
         listening = [line.split()[1] for line in table if f":{server.port:04X} " in line and " 0A " in line]
         assert all(address.startswith("0100007F:") for address in listening), "only this machine"
