@@ -21,6 +21,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import random
@@ -257,8 +258,9 @@ class Harness:
         last, error = rng.choice((first, first, first + 2, 10**9)), rng.choice(ERRORS[kind].split())
         if error == "EINTR":
             last = min(last, first + 50)  # signals do not come at every call for ever
-        case.fault, case.memory = f"FAULT={kind}:{first}:{last}:{error}", kind == "memory"
-        ended = self.run(case.folder, env={"LD_PRELOAD": PRELOAD, "FAULT": case.fault.removeprefix("FAULT=")})
+        fault = f"{kind}:{first}:{last}:{getattr(errno, error, 0)}"
+        case.fault, case.memory = f"FAULT={fault} ({error})", kind == "memory"
+        ended = self.run(case.folder, env={"LD_PRELOAD": PRELOAD, "FAULT": fault})
         self.check_end(ended)
         # Without its tokenizer a run goes on and reports that there are no samples.
         case.no_tokenizer = bool(re.search("notice.*no samples", ended.out))

@@ -1,7 +1,7 @@
 // A library that dev/faults.py preloads into ./train: it counts the calls that can fail, and makes some of them fail.
 //
 //   FAULT=name:first:last:ERRNO   calls number `first` to `last` of this function (or group of functions) fail with
-//                                 ERRNO; `short` instead of it lets a write or a read transfer half of what was asked
+//                                 the error of this number; with 0 a write or a read transfers half of what was asked
 //   FAULT_COUNT=path              at its end the process writes "name count" lines there
 //
 // Calls count from main on. Of `memory`, `map` and `thread` only those count that ./train itself and the C library
@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -26,11 +27,6 @@
 enum { OPEN, FOLDER, READ, WRITE, FLUSH, SYNC, RENAME, MKDIR, RESIZE, REMOVE, MAP, MEMORY, THREAD, KINDS };
 static const char* const names[KINDS] = {"open",  "folder", "read",   "write", "flush",  "sync",  "rename",
                                          "mkdir", "resize", "remove", "map",   "memory", "thread"};
-static const struct {
-    const char* name;
-    int number;
-} errors[] = {{"EIO", EIO},       {"ENOSPC", ENOSPC}, {"ENOMEM", ENOMEM}, {"EACCES", EACCES}, {"EMFILE", EMFILE},
-              {"EDQUOT", EDQUOT}, {"EROFS", EROFS},   {"EAGAIN", EAGAIN}, {"EINTR", EINTR},   {"short", 0}};
 
 static _Atomic long calls[KINDS];
 static bool begun;  // main has
@@ -60,37 +56,25 @@ static bool is_own(const void* caller) {
     return false;
 }
 
-// The code of the program and of the C library, from the list of what is mapped; without memory of the heap.
-static void find_own(void) {
-    static char text[65536];
-    char program[4096];
-    ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1), used = 0, got;
-    program[length > 0 ? length : 0] = 0;
-    int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
-    while (maps >= 0 && (got = read(maps, text + used, sizeof(text) - 1 - (size_t)used)) > 0) used += got;
-    if (maps >= 0) close(maps);
-    for (char *rest = text, *line; (line = strsep(&rest, "\n")) && owns < 16;) {
-        unsigned long begin, end;
-        char rights[8];
-        const char* path = strchr(line, '/');
-        if (!path || sscanf(line, "%lx-%lx %7s", &begin, &end, rights) != 3 || rights[2] != 'x') continue;
-        if (strcmp(path, program) != 0 && !strstr(path, "/libc.so.6")) continue;
-        own[owns].begin = begin, own[owns++].end = end;
+// Notes where the code of the program and of the C library lies.
+static int note_own(struct dl_phdr_info* object, size_t size, void* unused) {
+    (void)size, (void)unused;
+    if (object->dlpi_name[0] && !strstr(object->dlpi_name, "/libc.so.6")) return 0;  // the program's name is empty
+    for (int i = 0; i < object->dlpi_phnum && owns < 16; i++) {
+        if (object->dlpi_phdr[i].p_type != PT_LOAD || !(object->dlpi_phdr[i].p_flags & PF_X)) continue;
+        own[owns].begin = object->dlpi_addr + object->dlpi_phdr[i].p_vaddr;
+        own[owns].end = own[owns].begin + object->dlpi_phdr[i].p_memsz;
+        owns++;
     }
+    return 0;
 }
 
 __attribute__((constructor)) static void begin(void) {
-    char name[16], error[16];
+    char name[16];
     const char* fault = getenv("FAULT");
-    int wanted = -1;
-    find_own();
-    if (fault && sscanf(fault, "%15[^:]:%ld:%ld:%15s", name, &first_call, &last_call, error) == 4) {
-        for (int i = 0; i < KINDS; i++) wanted = strcmp(name, names[i]) == 0 ? i : wanted;
-        for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++) {
-            if (strcmp(error, errors[i].name) == 0) reason = errors[i].number;
-        }
-    }
-    failing = wanted;
+    dl_iterate_phdr(note_own, NULL);
+    if (!fault || sscanf(fault, "%15[^:]:%ld:%ld:%d", name, &first_call, &last_call, &reason) != 4) return;
+    for (int i = 0; i < KINDS; i++) failing = strcmp(name, names[i]) == 0 ? i : failing;
 }
 
 static int (*real_main)(int, char**, char**);
@@ -164,30 +148,18 @@ OPENS(open, (const char* path, int flags, ...), path)
 OPENS(open64, (const char* path, int flags, ...), path)
 OPENS(openat, (int folder, const char* path, int flags, ...), folder, path)
 
-// A transfer that fails, or moves half of what was asked.
-#define TRANSFER(kind, call, half) \
-    if (!fails(kind)) return call; \
-    return reason == 0 && count > 1 ? half : -1
-
-ssize_t read(int file, void* bytes, size_t count) {
-    NEXT(read);
-    TRANSFER(READ, next(file, bytes, count), next(file, bytes, count / 2));
-}
-
-ssize_t pread(int file, void* bytes, size_t count, off_t at) {
-    NEXT(pread);
-    TRANSFER(READ, next(file, bytes, count, at), next(file, bytes, count / 2, at));
-}
-
-ssize_t write(int file, const void* bytes, size_t count) {
-    NEXT(write);
-    TRANSFER(WRITE, next(file, bytes, count), next(file, bytes, count / 2));
-}
-
-ssize_t pwrite(int file, const void* bytes, size_t count, off_t at) {
-    NEXT(pwrite);
-    TRANSFER(WRITE, next(file, bytes, count, at), next(file, bytes, count / 2, at));
-}
+// Transfers fail, or move half of what was asked.
+#define TRANSFER(name, kind, parameters, arguments, half) \
+    ssize_t name parameters {                             \
+        NEXT(name);                                       \
+        if (!fails(kind)) return next arguments;          \
+        return reason == 0 && count > 1 ? next half : -1; \
+    }
+TRANSFER(read, READ, (int file, void* to, size_t count), (file, to, count), (file, to, count / 2))
+TRANSFER(pread, READ, (int file, void* to, size_t count, off_t at), (file, to, count, at), (file, to, count / 2, at))
+TRANSFER(write, WRITE, (int file, const void* from, size_t count), (file, from, count), (file, from, count / 2))
+TRANSFER(pwrite, WRITE, (int file, const void* from, size_t count, off_t at), (file, from, count, at),
+         (file, from, count / 2, at))
 
 // A stream that fails says so from then on; one that reads less than it was asked is at its end, so nothing is short.
 static void mark_failed(FILE* file) {
@@ -210,39 +182,23 @@ int fflush(FILE* file) {
     return EOF;
 }
 
-void* mmap(void* at, size_t bytes, int rights, int flags, int file, off_t offset) {
-    NEXT(mmap);
-    if (!is_own(__builtin_return_address(0))) return next(at, bytes, rights, flags, file, offset);
-    return fails(MAP) ? MAP_FAILED : next(at, bytes, rights, flags, file, offset);
-}
-
-int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument) {
-    NEXT(pthread_create);
-    if (!is_own(__builtin_return_address(0))) return next(thread, attributes, run, argument);
-    return fails(THREAD) ? (reason ? reason : EAGAIN) : next(thread, attributes, run, argument);
-}
-
-#define MEMORY_FAILS() (is_own(__builtin_return_address(0)) && fails(MEMORY))
-
-void* malloc(size_t bytes) {
-    return MEMORY_FAILS() ? NULL : __libc_malloc(bytes);
-}
-
-void* calloc(size_t count, size_t bytes) {
-    return MEMORY_FAILS() ? NULL : __libc_calloc(count, bytes);
-}
-
-void* realloc(void* pointer, size_t bytes) {
-    return MEMORY_FAILS() ? NULL : __libc_realloc(pointer, bytes);
-}
-
-void* aligned_alloc(size_t alignment, size_t bytes) {
-    return MEMORY_FAILS() ? NULL : __libc_memalign(alignment, bytes);
-}
-
-int posix_memalign(void** pointer, size_t alignment, size_t bytes) {
-    if (MEMORY_FAILS()) return ENOMEM;
-    void* memory = __libc_memalign(alignment, bytes);
-    if (memory) *pointer = memory;
-    return memory ? 0 : ENOMEM;
-}
+// Of these only the calls of the program and of the C library count.
+#define OWN(type, name, failure, kind, parameters, call)                              \
+    type name parameters {                                                            \
+        return is_own(__builtin_return_address(0)) && fails(kind) ? (failure) : call; \
+    }
+OWN(void*, malloc, NULL, MEMORY, (size_t bytes), __libc_malloc(bytes))
+OWN(void*, calloc, NULL, MEMORY, (size_t count, size_t bytes), __libc_calloc(count, bytes))
+OWN(void*, realloc, NULL, MEMORY, (void* pointer, size_t bytes), __libc_realloc(pointer, bytes))
+OWN(void*, aligned_alloc, NULL, MEMORY, (size_t alignment, size_t bytes), __libc_memalign(alignment, bytes))
+OWN(int, posix_memalign, ENOMEM, MEMORY, (void** pointer, size_t alignment, size_t bytes),
+    (*pointer = __libc_memalign(alignment, bytes)) ? 0 : ENOMEM)
+OWN(void*, mmap, MAP_FAILED, MAP, (void* at, size_t bytes, int rights, int flags, int file, off_t offset), ({
+        NEXT(mmap);
+        next(at, bytes, rights, flags, file, offset);
+    }))
+OWN(int, pthread_create, reason, THREAD,
+    (pthread_t * thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument), ({
+        NEXT(pthread_create);
+        next(thread, attributes, run, argument);
+    }))
