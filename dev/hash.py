@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hash_cases import COMMON, LIBRARY, LIBRARY_CODE, MIXED, WAYS
+from runlog import read_arrays
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = "dev/results/hash.txt"
@@ -41,10 +42,7 @@ def checksum(data):
 
 def arrays(path):
     """Returns the checksum of a .safetensors file's arrays, whatever their order and the rest of its header."""
-    data = path.read_bytes()
-    begin = 8 + struct.unpack("<Q", data[:8])[0]
-    header = sorted((name, to) for name, to in json.loads(data[8:begin]).items() if name != "__metadata__")
-    return checksum(b"".join(f"{name} {to['dtype']}".encode() + data[begin:][slice(*to["data_offsets"])] for name, to in header))
+    return checksum(b"".join(f"{name} {type}".encode() + data for name, (type, _, data) in sorted(read_arrays(path).items())))
 
 
 def row(program, case, work, device, gpu):

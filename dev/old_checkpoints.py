@@ -3,11 +3,12 @@
 For each preset OLD trains a tiny model for ten steps on the CPU, and then both resume its checkpoint for five steps with
 --clip 0. The exit status is 1 unless their losses, and the arrays that they save in the end, are equal to the bit.
 """
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from runlog import RunLog, read_arrays
 
 if len(sys.argv) < 3:
     sys.exit(__doc__)
@@ -16,18 +17,11 @@ COMMON = ("--device cpu --layers 2 --channels 64 --heads 1 --seq 64 --batch 4 --
           "--sample-every 0 --schedule constant --warmup 4 --lr 2e-3 --data-format bytes --data").split()
 
 
-def arrays(path):
-    data = path.read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    return {name: data[begin:][slice(*tensor.get("data_offsets", [0]))] for name, tensor in json.loads(data[8:begin]).items()}
-
-
 def train(program, run, *more):
     command = [program, *COMMON, f"{folder}/text", "--run", str(run), *more]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     saved = sorted(max(run.glob("step_*")).glob("*.safetensors"))
-    return [line["loss"] for line in lines if line["type"] == "train"], [arrays(path) for path in saved]
+    return [line["loss"] for line in RunLog(run).read().records["train"]], [read_arrays(path) for path in saved]
 
 
 equal = []

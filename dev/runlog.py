@@ -1,6 +1,7 @@
-"""Reads a run's log.jsonl, at once or while it grows. data/README.md lists its lines and their fields.
+"""Reads what ./train writes: a run's log.jsonl, at once or while it grows, and safetensors files. data/README.md lists
+the log's lines and their fields.
 
-A reader of this module sees no step twice. A run that goes on from step s writes {"type": "resume", "step": s}
+A reader of a log sees no step twice. A run that goes on from step s writes {"type": "resume", "step": s}
 after its configuration, and what was logged beyond s is dropped; one that begins anew (there was no checkpoint to go on
 from) drops everything. `time_s`, which each process counts from its own start, goes on from where it was at step s.
 A line that is not a record is left out and reported by `bad`. A last line without its end waits: the rest may come.
@@ -9,6 +10,7 @@ A line that is not a record is left out and reported by `bad`. A last line witho
 import contextlib
 import json
 import math
+import mmap
 import os
 from pathlib import Path
 
@@ -21,6 +23,16 @@ KINDS = {
     "eval": "name",
     "sample": "text",
 }  # and a field of each
+
+
+def read_arrays(path):
+    """Returns {name: (type, shape, bytes)} of a safetensors file; bytes are read from the disk when they are used."""
+    with open(path, "rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:begin]))
+    header.pop("__metadata__", None)
+    return {name: (its["dtype"], its["shape"], data[begin:][slice(*its["data_offsets"])]) for name, its in header.items()}
 
 
 def numbers(records, field):

@@ -12,15 +12,14 @@ import json
 import math
 import os
 import re
-import struct
 import sys
 from pathlib import Path
 
 from trainer import read_plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from problem import write_whole
-from runlog import RunLog
+from problem import Problem, write_whole
+from runlog import RunLog, read_arrays
 
 FILE = "runs.jsonl"
 
@@ -69,27 +68,16 @@ def speed(records, tokens_per_step):
     return round(tokens_per_step * len(seconds) / sum(seconds), 1) if seconds else None
 
 
-def arrays(path):
-    """Returns {name: (dtype, elements, bytes)} of a safetensors file."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    tensors = {name: its for name, its in header.items() if name != "__metadata__"}
-    return {
-        name: (its["dtype"], math.prod(its["shape"]), its["data_offsets"][1] - its["data_offsets"][0])
-        for name, its in tensors.items()
-    }
-
-
 def stored_bytes(folder):
     """Bytes of the weights and of the states in a checkpoint, padding included, but that fp32 weights beside weights of 8
     bits are counted without as many elements as these have of padding."""
-    model, optimizer = arrays(folder / "model.safetensors"), arrays(folder / "optimizer.safetensors")
-    states = sum(its[2] for name, its in optimizer.items() if re.match(r"(m|v|slow)\b", name))
-    weights = sum(its[2] for its in optimizer.values()) - states
-    weights += sum(its[2] for its in model.values() if its[0] == "BF16")
+    model, optimizer = (read_arrays(folder / f"{name}.safetensors") for name in ("model", "optimizer"))
+    states = sum(len(its[2]) for name, its in optimizer.items() if re.match(r"(m|v|slow)\b", name))
+    weights = sum(len(its[2]) for its in optimizer.values()) - states
+    weights += sum(len(its[2]) for its in model.values() if its[0] == "BF16")
     # What the model file has in F32 is stored like this, or decoded from codes in the other file.
-    codes = sum(its[1] for name, its in optimizer.items() if re.fullmatch(r"weights(\.\d+\[.*\])?", name))
-    weights += 4 * max(0, sum(its[1] for its in model.values() if its[0] == "F32") - codes)
+    codes = sum(math.prod(its[1]) for name, its in optimizer.items() if re.fullmatch(r"weights(\.\d+\[.*\])?", name))
+    weights += 4 * max(0, sum(math.prod(its[1]) for its in model.values() if its[0] == "F32") - codes)
     return weights, states
 
 
@@ -169,45 +157,23 @@ def make(run, folder, returncode, words, weights):
     }
 
 
-NEEDED = """name seed options_key data_key status reason resolved parameters steps tokens_per_step final_loss val train
-tokens_per_second memory_mib weights_bytes state_bytes skipped sharing device""".split()
-
-
-def parsed(line):
-    """Returns the record on a line, or None if the line holds none: it is cut off, or lacks what a report needs."""
-    try:
-        record = json.loads(line)
-        whole = all(key in record for key in NEEDED) and isinstance(record["final_loss"], float) == (record["status"] == "done")
-        return record if whole else None
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def lines_of(path):
-    """Returns the lines of a file of records; none if there is no such file."""
-    try:
-        return [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
-    except FileNotFoundError:
-        return []
-
-
 def read_all(path):
-    """{(name, seed): record} of a file of records. A line that holds no record is reported and left out; of two records
-    of one run the later line counts, so files of several machines may be joined."""
+    """{(name, seed): record} of a file of records, none if there is no such file; of two records of one run the later
+    line counts, so files of several machines may be joined."""
     records = {}
-    for number, line in enumerate(lines_of(path), 1):
-        record = parsed(line)
-        if record:
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
             records[record["name"], record["seed"]] = record
-        else:
-            print(f"compare: notice: {path}:{number} is no record of a run: left out", file=sys.stderr)
+        except (ValueError, KeyError, TypeError):
+            raise Problem(f"{path}:{number} is no record of a run; remove the line") from None
     return records
 
 
 def write(path, record):
     """Puts a record into the file, in the place of an earlier one of the same run. The file changes as a whole or not at
-    all. Lines that hold no record are dropped."""
-    records = {(its["name"], its["seed"]): its for its in map(parsed, lines_of(path)) if its}
-    records[record["name"], record["seed"]] = record
+    all."""
+    records = read_all(path) | {(record["name"], record["seed"]): record}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))

@@ -9,7 +9,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import math
 import re
 import sys
 import tomllib
@@ -34,8 +33,6 @@ STUDY_KEYS = {
     "base": (dict, "written once, as [base]"), "run": (list, "written as [[run]] for each run"),
 }  # fmt: skip
 RUN_KEYS = {"name": (str, "a text"), "group": (str, "a text"), "baseline": (str, "the name of a run"), "each": (list, EACH)}
-MOST_RUNS = 10000  # of one [[run]]
-SEED = re.compile(r"[0-9]{1,30}")
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
 
@@ -98,7 +95,7 @@ def digest(value):
 
 def value_text(value, where, key):
     """Returns a value as ./train is given it."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise Problem(f"{where}: {key} is no value of an option; give a text, a number or a list of these")
     return value if isinstance(value, str) else repr(value)
 
@@ -193,14 +190,12 @@ class Reader:
         """Yields the runs of an entry."""
         self.check_kinds(block, entry, RUN_KEYS)
         axes = self.axes(block, entry)
-        if math.prod(map(len, axes)) > MOST_RUNS:
-            raise Problem(f"{self.place(block)}: {math.prod(map(len, axes))} runs, over {MOST_RUNS}; shorten a list")
         seeds = []
         for point in map(dict, itertools.product(*axes)):
             options = {**USUAL, **base, **point, **self.overrides}
             seed = options.pop("seed", "1")
-            if not SEED.fullmatch(seed):
-                raise Problem(f"{self.place(block, 'seed')}: seed is {seed[:40]}; give whole numbers")
+            if not seed.isdecimal():
+                raise Problem(f"{self.place(block, 'seed')}: seed is {seed}; give whole numbers")
             if re.fullmatch("0+", options.get("val-every", "")):
                 raise Problem(f"{self.place(block, 'val-every')}: val-every is 0; a run is judged by its last validation")
             seeds += [] if seed in seeds else [seed]
@@ -269,6 +264,6 @@ def load(path, overrides=None, known=None):
         return Reader(path, regular(path).read_text("utf-8-sig"), overrides or {}, known).sweep()
     except OSError as error:
         raise Problem(f"{error.filename}: cannot be read ({error.strerror}); name a sweep file") from None
-    except (ValueError, RecursionError) as error:  # it is no TOML or no text, or a number has thousands of digits
+    except ValueError as error:  # it is no TOML or no text
         at = re.search(r"line (\d+)", str(error))
         raise Problem(f"{path}:{at[1] if at else 1}: cannot be read: {str(error).split(';')[0]}") from None

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "dev"))
+from runlog import read_arrays  # noqa: E402
 WORK = ROOT / "build/fuzz"
 TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "environment", "eval", "prompts"]
 
@@ -34,18 +36,12 @@ def tiny_run():
 
 def small_safetensors(path):
     """Returns a safetensors file with the names and types of another one and tensors of 8 bytes."""
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
-    widths = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
-    at = 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        tensor["shape"] = [8 // widths.get(tensor["dtype"], 8)]
-        tensor["data_offsets"] = [at, at + 8]
-        at += 8
+    header, data, widths = {}, b"", {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
+    for name, (type, _, its) in read_arrays(path).items():
+        header[name] = {"dtype": type, "shape": [8 // widths.get(type, 8)], "data_offsets": [len(data), len(data) + 8]}
+        data += bytes(its[:8]).ljust(8, b"\0")
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data[-at:]
+    return struct.pack("<Q", len(text)) + text + data
 
 
 def shard(tokens):

@@ -1,8 +1,8 @@
 """Compares rules of nibble_optim, step by step, with the optimizers of torch and PyPI that have the same formulas, on
 the CPU and in fp32: adamw and adafactor with torch.optim's, came with came-pytorch's, the rules adafactor8bit and
-came8bit and apollo in adafactor8bit's states with adafactor8bit's, and the equations of galore with galore-torch.
+came8bit and apollo in adafactor8bit's states with adafactor8bit's. dev/unit/oracle.h has the equations of the others.
 
-    make NVCC= lib && pip install torch came-pytorch adafactor8bit==0.2.4 galore-torch bitsandbytes "transformers<5"
+    make NVCC= lib && pip install torch came-pytorch adafactor8bit==0.2.4
     NIBBLE_OPTIM_LIBRARY=build/cpu/lib/libnibble_optim.so python3 dev/reference/check_rules.py
 
 For six steps both get the same gradients; the changes of the weights must agree within what rounding explains: a
@@ -18,11 +18,6 @@ formulas differ on purpose the script undoes the difference:
   before that is corrected, so eps is nearly 0; it decodes v again before it divides by it where we divide by the v that
   is then stored, so states are fp32 there; and its clipping of the update's RMS is off.
   0.2.4 forgets m at the start of each step, and with apollo_factorize all of its state; class Kept lets it remember.
-* galore-torch adds eps to the root of v before that is corrected, and decays weights after the update; eps is nearly 0
-  and the decay 0 here. galore-torch is held to the equations of optim/matrix/low_rank.h in float64, with its own
-  directions, and dev/unit/oracle.h holds our galore to them with ours. Both sets of directions span the gradient's
-  leading ones; galore-torch's are singular vectors and ours are not rotated to be, which changes what Adam sees in each
-  of them.
 
 The last line is `N passed, N failed`."""
 import importlib.metadata
@@ -171,35 +166,6 @@ def compare(make, shapes, m=None):
     return worst
 
 
-def compare_galore():
-    """Compares galore-torch with the equations in float64. Returns the difference as a multiple of the bound."""
-    from galore_torch import GaLoreAdamW
-    lr, (beta1, beta2), eps, scale, rank, worst = 1e-2, (0.9, 0.95), 1e-30, 0.25, 8, 0.0
-    for shape in [(48, 64), (96, 32), (40, 40)]:
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.nn.Parameter(0.1 * torch.randn(shape, generator=generator))
-        peer = GaLoreAdamW([{"params": [weight], "rank": rank, "update_proj_gap": 3, "scale": scale,
-                             "proj_type": "std"}], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=0.0,
-                           no_deprecation_warning=True)
-        m = v = 0.0
-        mine = weight.detach().double()
-        for step in range(1, STEPS + 1):
-            weight.grad = torch.randn(shape, generator=generator) + torch.randn((shape[0], 1), generator=generator)
-            before = weight.detach().clone()
-            peer.step()
-            basis = peer.state[weight]["projector"].ortho_matrix.double()
-            gradient, right = weight.grad.double(), shape[0] >= shape[1]
-            low = gradient @ basis.T if right else basis.T @ gradient
-            m, v = m + (1 - beta1) * (low - m), v + (1 - beta2) * (low * low - v)
-            direction = m / (1 - beta1 ** step) / ((v / (1 - beta2 ** step)).sqrt() + eps)
-            mine = mine - lr * scale * (direction @ basis if right else basis @ direction)
-            # A sum of up to 64 products errs by 64 units of its terms, and so does low, which Adam divides by itself.
-            change = (weight.detach() - before).abs().max()
-            bound = step * EPS32 * (128 * change + before.abs().max())
-            worst = max(worst, ((mine - weight.detach().double()).abs().max() / bound).item())
-    return worst
-
-
 def table():
     """Returns rows of the name, and what is called for the largest difference."""
     paper = {"relative_step": True, "scale_parameter": True}, {"adafactor_lr": "paper"}
@@ -220,7 +186,6 @@ def table():
         make = apollo({k: v for part in parts for k, v in part[0].items()},
                       {k: v for part in parts for k, v in part[1].items()})
         yield f"adafactor8bit: {name}", lambda make=make: max(compare(make, [shape]) for shape in MATRICES)
-    yield "galore-torch's equations", compare_galore
 
 
 def main():

@@ -262,56 +262,43 @@ def test_export_csv(case):
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"] and rows[2]["train/loss"] != "", rows
 
 
-STUBS = {  # modules that note what is called
-    "tensorboardX": """
-import json, os
-class SummaryWriter:
-    def __init__(self, folder):
-        os.makedirs(folder, exist_ok=True)
-        self.file = open(os.path.join(folder, "events.out.tfevents.stub"), "w")
-    def add_scalar(self, name, value, step, walltime):
-        print(json.dumps([name, value, step, walltime]), file=self.file)
-    def add_text(self, name, value, step, walltime):
-        print(json.dumps([name, value, step, walltime]), file=self.file)
-    def flush(self): self.file.flush()
-    def close(self): self.file.close()
-""",
-    "wandb": """
-import json
-class Run:
-    resumed, summary = False, {}
-    def __init__(self, about): self.name, self.file = about["name"], open("wandb.stub", "w"); self.note(about)
-    def note(self, what): print(json.dumps(what), file=self.file, flush=True)
-    def log(self, values, step): self.note([step, values])
-    def finish(self): self.note("finished")
-def init(**about): return Run(about)
-""",
-}
+# A module whose functions, and those of what they return, note their calls.
+STUB = """
+import json, sys
+calls, resumed, summary = open("calls", "a"), False, {}
+def __getattr__(name):
+    def noted(*words, **named):
+        print(json.dumps([name, *words, named]), file=calls, flush=True)
+        return sys.modules[__name__]
+    return noted
+"""
 
 
 def test_export_tensorboard_and_wandb(case):
-    for name, text in STUBS.items():
-        (case.folder / f"{name}.py").write_text(text)
+    for name in ("tensorboardX", "wandb"):
+        (case.folder / f"{name}.py").write_text(STUB)
+    noted = lambda: [json.loads(line) for line in (case.folder / "calls").read_text().split("\n")[:-1]]
     here = {"PYTHONPATH": str(case.folder)}
     first = [{**CONFIG, "unix_s": 1000}, val(0, 8.0), train(1), train(2, loss=float("nan"))]
-    case.log("a", *first, sampled(2, "a", "b"))
-    for _ in range(2):  # an export anew replaces the one before
-        done = case.run("watch.py", "runs", "--export", "tensorboard", "--out", "tb", **here)
-        assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (case.folder / "tb/a/events.out.tfevents.stub").read_text().split("\n")[:-1]]
-    assert ["val/loss", 8.0, 0, 1000.0] in lines and ["sample", "ab", 2, 1001.0] in lines
-    assert [line[2] for line in lines if line[0] == "train/loss"] == [1]
-    assert len(lines) == len({str(line) for line in lines})
+    old = case.log("a", *first, sampled(2, "a", "b")) / "export" / "a" / "events.out.tfevents.old"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    assert case.run("watch.py", "runs/a", "--export", "tensorboard", **here).returncode == 0
+    assert not old.exists(), "an export anew replaces the one before"
+    lines = noted()
+    assert ["add_scalar", "val/loss", 8.0, 0, {"walltime": 1000.0}] in lines
+    assert ["add_text", "sample", "ab", 2, {"walltime": 1001.0}] in lines
+    assert [line[3] for line in lines if line[1] == "train/loss"] == [1]
+    (case.folder / "calls").unlink()
     process = case.start("runs", "--export", "wandb", "--follow", "--out", "wb", **here)
     assert process.stdout.readline() == "a: 2 training steps\n"
     case.log("a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4, 5)))
-    file = case.folder / "wandb.stub"
-    wait_for(lambda: "[4," in file.read_text())
+    wait_for(lambda: {"step": 4} in [line[-1] for line in noted()])
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0, process.stderr.read()
-    first, *logged, last = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-    assert first["name"] == "a" and first["config"] == CONFIG["options"] and last == "finished"
-    assert [step for step, _ in logged] == [0, 1, 2, 3, 4, 5], "no step twice, none missing"
+    first, *logged, last = noted()
+    assert first[0] == "init" and first[1]["name"] == "a" and first[1]["config"] == CONFIG["options"] and last[0] == "finish"
+    assert [line[-1]["step"] for line in logged] == [0, 1, 2, 3, 4, 5], "no step twice, none missing"
 
 
 def test_plot(case):
