@@ -42,8 +42,8 @@ def numbers(records, field):
 
 
 class RunLog:
-    """records: {kind: [record, ...]} by step; config: the last such line; resumes: the steps gone on from;
-    bad: (line number, what is wrong) of the first line that is no record, or None; changes: how often earlier records
+    """records: {kind: [record, ...]} by step; config: the last such line; resumes: the steps gone on from; began: the
+    step from which the last process went on, or 0; bad: (line number, what is wrong) of the first line that is no record, or None; changes: how often earlier records
     were dropped, so that who has copied them begins anew when it changes."""
 
     def __init__(self, run):
@@ -55,7 +55,7 @@ class RunLog:
     def forget(self):
         self.records = {kind: [] for kind in KINDS}
         self.config, self.resumes, self.bad = {}, [], None
-        self.offset = self.line = 0
+        self.offset = self.line = self.began = 0
         self.before = 0.0  # seconds of the processes before this one
         self.starting = False
         self.changes += 1
@@ -76,9 +76,10 @@ class RunLog:
                 self.take(rest)
         return bool(lines)
 
-    def read(self):
+    def read(self, missing_ok=False):
         """Takes in all that is there. Returns self."""
-        self.poll(whole=True)
+        if self.path.exists() or not missing_ok:
+            self.poll(whole=True)
         return self
 
     def take(self, line):
@@ -92,13 +93,14 @@ class RunLog:
 
     def add(self, kind, record):
         if kind == "config":
-            self.config, self.starting = record, True
+            self.config, self.starting, self.began = record, True, 0
             return
         if kind != "resume" and kind not in KINDS:
             return
         step, time = record["step"], record.get("time_s") or 0.0
         if kind == "resume":
             self.resumes.append(step)
+            self.began = step
             self.drop(step)
             self.before = max((its[-1]["time_s"] for its in self.records.values() if its), default=0.0)
             self.starting = False

@@ -75,8 +75,7 @@ class Run:
         self.child = subprocess.Popen(command + options.more, stdout=self.output, stderr=subprocess.STDOUT, env=environment)
 
     def trained(self):
-        log = RunLog(self.run / "log.jsonl")
-        return (log.read() if log.path.exists() else log).records["train"]
+        return RunLog(self.run / "log.jsonl").read(missing_ok=True).records["train"]
 
     def end(self):
         self.child.kill()  # ranks end with the process that made them

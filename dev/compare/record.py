@@ -10,7 +10,6 @@ Losses are nats a token; a loss that was not finite is null. Bytes are per param
 
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -29,26 +28,9 @@ DIVERGED = re.compile(r"step \d+: the loss is \S+ and the norm of the gradient [
 POINTS = 200  # of the training loss: the mean of as many runs of steps
 
 
-def read_log(folder):
-    """Returns the RunLog of a run folder, which is empty if there is no log."""
-    log = RunLog(folder / "log.jsonl")
-    return log.read() if log.path.exists() else log
-
-
 def checkpoint(folder):
     """Returns the newest checkpoint of a run folder, or None."""
     return max((path.parent for path in folder.glob("step_*/state.json") if path.parent.suffix != ".tmp"), default=None)
-
-
-def last_step(folder):
-    """Returns the step that a run has reached, from the end of its log."""
-    try:
-        with (folder / "log.jsonl").open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
-            steps = re.findall(rb'"step": (\d+)', file.read())
-    except OSError:
-        return 0
-    return int(steps[-1]) if steps else 0
 
 
 def thinned(records):
@@ -115,7 +97,7 @@ def as_typed(value):
 
 def make(run, folder, returncode, words, weights):
     """Returns the record of a run that ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
-    whole = read_log(folder)
+    whole = RunLog(folder / "log.jsonl").read(missing_ok=True)
     config, log = whole.config, whole.records
     banner = folder / "log.txt"
     told = read_plan(banner.read_text("utf-8", "replace"), weights) if banner.exists() else None
@@ -152,6 +134,7 @@ def make(run, folder, returncode, words, weights):
         "state_bytes": state_bytes,
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
         "data": re.sub(r"^.*/(?=.*  \S+ tokens in )", "", plan["data"]),  # the folder's name, wherever it is
+        "resumed_at": whole.began,
         "device": config.get("device"),
         "commit": config.get("commit"),
     }

@@ -39,7 +39,6 @@ def options_read(arguments):
     add("--silence", type=float, default=1800, metavar="SECONDS", help=silence)
     add("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
     add("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
-    add("--commit", metavar="TEXT", help="what to record (default: the commit of ./train --version)")
     add("--dry-run", action="store_true", help="check everything, list the runs and stop")
     add("--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU")
     add("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")

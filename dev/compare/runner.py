@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import record
+from runlog import RunLog
 from sweep import Problem
 from trainer import ROOT
 
@@ -72,17 +73,20 @@ class Job:
     folder: Path
     process: subprocess.Popen
     first: int  # step at which it began
-    resumes: int  # of its log before this start
+    log: RunLog
     started: float
     hung: bool = False
 
     def silence(self):
         """Returns seconds since it last wrote to its log, or began."""
-        since_start, log = time.monotonic() - self.started, self.folder / "log.jsonl"
+        since_start, log = time.monotonic() - self.started, self.log.path
         return min(time.time() - log.stat().st_mtime, since_start) if log.exists() else since_start
 
-    def steps(self):
-        return max(0, record.last_step(self.folder) - self.first)
+    def step(self):
+        """Returns the step that it has reached."""
+        if self.log.path.exists():
+            self.log.poll()
+        return self.log.last("train").get("step", 0)
 
 
 class Runner:
@@ -108,7 +112,8 @@ class Runner:
             command = self.trainer.command(replace(run, options=options), f"--run={folder}/trial")
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=die_with_parent, **quiet)
-            took = [step["step_s"] for step in record.read_log(folder / "trial").records["train"][TRIAL // 4 :]]
+            log = RunLog(folder / "trial" / "log.jsonl").read(missing_ok=True)
+            took = [step["step_s"] for step in log.records["train"][TRIAL // 4 :]]
             kept.write_text(str(int(self.sweep.seconds / statistics.median(took)) if took else TRIAL))
         return int(kept.read_text())
 
@@ -122,7 +127,6 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(key)
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        resumes = len(record.read_log(folder).resumes)
         more = [f"--run={folder}"] + (["--resume=auto"] if saved else [])
         if self.sweep.seconds:
             run.plan["steps"] = self.steps_in_time(run, folder, environment)
@@ -133,32 +137,29 @@ class Runner:
             command = self.trainer.command(run, *more)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **how)
         first = int(saved.name.removeprefix("step_")) if saved else 0
-        self.active.append(Job(run, gpu, folder, process, first, resumes, time.monotonic()))
+        self.active.append(Job(run, gpu, folder, process, first, RunLog(folder / "log.jsonl"), time.monotonic()))
 
     def finish(self, job):
         """Writes the record of a job that has ended, unless this process stopped it."""
         self.active.remove(job)
         self.free.insert(0, job.gpu)
         seconds = time.monotonic() - job.started
-        resumed = record.read_log(job.folder).resumes[job.resumes :]
-        job.first = resumed[-1] if resumed else 0  # a checkpoint that cannot be read is not gone on from
         words = (job.folder / "stderr.txt").read_text("utf-8", "replace")
         result = record.make(job.run, job.folder, job.process.returncode, words, self.trainer.weights)
         if self.stopping and result["status"] == "died":
             return
         if job.hung and result["status"] == "died":
             said = f"hung: nothing in its log for {duration(self.options.silence)}"
-            result["reason"] = f"{said} at step {record.last_step(job.folder)} of {result['steps']}"
-        tokens = job.steps() * result["tokens_per_step"]
+            result["reason"] = f"{said} at step {job.step()} of {result['steps']}"
+        steps = max(0, job.step() - result["resumed_at"])
+        tokens = steps * result["tokens_per_step"]
         self.done_tokens += tokens
-        if result["status"] == "done" and 4 * job.steps() >= result["steps"]:  # of less, the start is too much of it
+        if result["status"] == "done" and 4 * steps >= result["steps"]:  # of less, the start is too much of it
             self.rates.append(tokens / seconds)
         result |= {
             "data_key": self.trainer.data_key(job.run),
             "seconds": round(seconds, 1),
-            "resumed_at": job.first,
             "sharing": self.options.jobs,
-            "commit": self.options.commit or result["commit"],
         }
         record.write(self.records, result)
         self.count[result["status"]] += 1
@@ -186,8 +187,8 @@ class Runner:
         self.shown, done, names = now, self.done_tokens, []
         left = sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in waiting)
         for job in self.active:
-            each, steps, step = job.run.plan["tokens_per_step"], job.run.plan["steps"], record.last_step(job.folder)
-            done += job.steps() * each
+            each, steps, step = job.run.plan["tokens_per_step"], job.run.plan["steps"], job.step()
+            done += max(0, step - job.first) * each
             left += max(0, steps - step) * each
             names.append(f"{job.run.label} {100 * step // max(1, steps)}%")
         eta = duration(left * (now - self.begin) / done) if done else "?"

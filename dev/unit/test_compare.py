@@ -347,15 +347,15 @@ def test_progress(case):
 
     sys.path.insert(0, str(COMPARE))
     from run import ROOT, options_read
-    from runner import Job, Runner
+    from runner import Job, Runner, RunLog
 
     assert options_read(["dev/compare/sweeps/d6.toml"]).out == ROOT / "runs/compare/d6", "outside of what git tracks"
     plan = {"tokens_per_step": 10, "steps": 100}
-    (case.folder / "log.jsonl").write_text('{"type": "train", "step": 59}\n{"type": "train", "step": 60}\n')
+    (case.folder / "log.jsonl").write_text('{"type": "train", "step": 60, "loss": 4.0}\n')
     at_work = Runner(None, None, [], options_read(["x.toml"]))
     at_work.begin, at_work.shown, at_work.done_tokens = time.monotonic() - 100, -math.inf, 600
     run = SimpleNamespace(plan=plan, label="a seed 1")
-    at_work.active = [Job(run, None, case.folder, None, 20, 0, 0.0)]  # 40 steps of this start
+    at_work.active = [Job(run, None, None, None, 20, RunLog(case.folder), 0.0)]  # 40 steps of this start
     with contextlib.redirect_stdout(io.StringIO()) as out:
         at_work.progress([run, run])  # 1000 tokens in 100 s; 400 of the run at work and 2000 of those that wait are left
         at_work.progress([run, run])
