@@ -824,7 +824,7 @@ static OptimStream amax_history_of(const Model* m) {
 static void model_read(Model* m, const char* path) {
     char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, m->config.L, error), error);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
     for (int t = 0; t < m->arena.count; t++) {
         float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
         require(model_folder_read(&files, &m->stored[t], values, error), error);
@@ -849,7 +849,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     char error[DATA_ERROR_BYTES];
     bool found = false;
     ReaderOfRun reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
     reader.run = &run->folder;
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array, checkpoint_array_read,

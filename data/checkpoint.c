@@ -231,11 +231,10 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     return ok;
 }
 
-bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
-                     char* error) {
+bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, char* error) {
     memset(reader, 0, sizeof(*reader));
     reader->tensors = tensors;
-    return model_folder_open(&reader->model, folder, tensors, count, layers, error) &&
+    return model_folder_open(&reader->model, folder, tensors, count, error) &&
            safetensors_open(&reader->optimizer, path_in(folder, "optimizer.safetensors"), error);
 }
 

@@ -89,9 +89,8 @@ typedef struct {
     const ModelTensor* tensors;  // of the model
     char error[DATA_ERROR_BYTES];
 } CheckpointReader;
-// Opens a checkpoint, which must hold exactly these tensors (count) of a model of `layers` layers.
-bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
-                     char* error);
+// Opens a checkpoint, which must hold exactly these tensors (count) of a model.
+bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, char* error);
 void checkpoint_close(CheckpointReader* reader);
 // Callbacks for loading an optimizer; `context` is the reader. The first returns the array of this name, type and
 // size, or NULL; the second reads `bytes` bytes of it from `at` on, whose values must be finite; the third reads a

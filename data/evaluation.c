@@ -167,17 +167,6 @@ static bool example_fits(const EvaluationExample* example, const EvaluationRow* 
     return fits;
 }
 
-// Lists the rows of the examples that fit. Returns how many they are.
-static int rows_that_fit(const Evaluation* e, int T, int* rows) {
-    int count = 0, row = 0;
-    for (int i = 0; i < e->examples; i++) {
-        const bool fits = example_fits(&e->example[i], &e->row[row], T);
-        for (uint32_t j = 0; j < e->example[i].rows; j++, row++)
-            if (fits) rows[count++] = row;
-    }
-    return count;
-}
-
 void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens) {
     const size_t room = (size_t)(tokens > T ? tokens : T);
     *pass = (EvaluationPass){.task = e, .T = T};
@@ -186,14 +175,15 @@ void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t 
     pass->tokens = memory_take(4 * room * sizeof(int));
     pass->places = pass->tokens + room, pass->targets = pass->places + room, pass->likeliest = pass->targets + room;
     pass->losses = memory_take(room * sizeof(float));
-    SCOPED int* rows = memory_take((size_t)e->rows * sizeof(int));
-    const int count = rows_that_fit(e, T, rows);
     int used = 0;
-    for (int length = ROUND; used < count; length += ROUND) {  // rows of a length keep their order
+    for (int length = ROUND; length < T + ROUND; length += ROUND) {  // rows of a length keep their order
         const int max = length < T ? length : T, first = used;
-        for (int i = 0; i < count; i++) {
-            const int own = row_length(&e->row[rows[i]], T);
-            if (own <= max && own > length - ROUND) pass->order[used++] = rows[i];
+        for (int i = 0, row = 0; i < e->examples; row += (int)e->example[i++].rows) {
+            const bool fits = example_fits(&e->example[i], &e->row[row], T);
+            for (int r = row; r < row + (int)e->example[i].rows && fits; r++) {
+                const int own = row_length(&e->row[r], T);
+                if (own <= max && own > length - ROUND) pass->order[used++] = r;
+            }
         }
         const int64_t fit = tokens / max > 0 ? tokens / max : 1;
         const int B = used - first < fit ? used - first : (int)fit;

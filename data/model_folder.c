@@ -119,25 +119,15 @@ static bool head_is_tied(const Safetensors* model, const SafetensorsTensor* head
                       safetensors_path(model, head), head->name);
 }
 
-// True if it is h.LAYER.attn.bias or h.LAYER.attn.masked_bias: the causal mask, which is no weight.
-static bool is_mask(const char* name, int layers) {
-    int layer = -1, end = 0;
-    if (sscanf(name, "h.%9d.attn.%n", &layer, &end) != 1 || end == 0 || layer < 0 || layer >= layers) return false;
-    return strcmp(name + end, "bias") == 0 || strcmp(name + end, "masked_bias") == 0;
-}
-
-static bool all_used(const Safetensors* model, const ModelTensor* tensors, int count, int layers, char* error) {
-    SCOPED bool* used = memory_zero((size_t)model->count, sizeof(bool));
-    for (int n = 0; n < count; n++) {
-        const SafetensorsTensor* found = find_tensor(model, tensors[n].name);
-        if (found) used[found - model->tensors] = true;
-    }
+static bool all_used(const Safetensors* model, const ModelTensor* tensors, int count, char* error) {
     for (int t = 0; t < model->count; t++) {
         const SafetensorsTensor* tensor = &model->tensors[t];
         const char* name = strncmp(tensor->name, "transformer.", 12) == 0 ? tensor->name + 12 : tensor->name;
-        const bool head = strcmp(tensor->name, "lm_head.weight") == 0;
+        const bool head = strcmp(name, "lm_head.weight") == 0;
         if (head && !head_is_tied(model, tensor, error)) return false;
-        if (used[t] || head || is_mask(name, layers)) continue;
+        bool used = head || text_ends(name, ".attn.bias") || text_ends(name, ".attn.masked_bias");  // the causal mask
+        for (int n = 0; n < count && !used; n++) used = strcmp(name, tensors[n].name) == 0;
+        if (used) continue;
         return data_error(error,
                           "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "
                           "without it",
@@ -146,15 +136,14 @@ static bool all_used(const Safetensors* model, const ModelTensor* tensors, int c
     return true;
 }
 
-bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, int layers,
-                       char* error) {
+bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, char* error) {
     *model = (Safetensors){0};
     if (!model_folder_has_weights(path)) return no_weights(path, error);
     const char* one = path_there(path, "model.safetensors");
     JSON_SCOPED Json* index = one ? NULL : json_read(path_in(path, INDEX), error);
     const bool ok = one ? safetensors_open(model, one, error) : index && open_index(model, path, index, error);
     if (!ok) data_error(error, "%s; fetch the model again", error);
-    if (ok && all_used(model, tensors, count, layers, error)) return true;
+    if (ok && all_used(model, tensors, count, error)) return true;
     safetensors_close(model);
     return false;
 }

@@ -30,11 +30,10 @@ int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]);
 
 // Returns whether there are weights that model_folder_open can open.
 bool model_folder_has_weights(const char* path);
-// Opens all files of a folder with a model of `layers` layers. Refuses a tensor that is not among these (count), except
+// Opens all files of a folder with a model. Refuses a tensor that is not among these (count), except
 // attention masks, which older versions of transformers store, and a head (lm_head.weight) that equals wte.weight. A
 // folder with PyTorch's own format only is refused with the command that converts it. safetensors_close closes them.
-bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, int layers,
-                       char* error);
+bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, char* error);
 // Reads a tensor into `values` (rows, cols), fp32, with zeros in the rows that files do not have. False when it is
 // absent, of another type or shape than the model's, or holds a value that is not finite.
 bool model_folder_read(const Safetensors* model, const ModelTensor* tensor, float* values, char* error);

@@ -90,7 +90,7 @@ static void fuzz_safetensors(FuzzInput input) {
     put(several ? "a.safetensors" : "model.safetensors", input);
     if (several) put("b.safetensors", input);
     for (bool whole : {false, true}) {
-        bool fine = whole ? model_folder_open(&model, folder, tensors, 3, 12, error)
+        bool fine = whole ? model_folder_open(&model, folder, tensors, 3, error)
                           : safetensors_open(&model, path_of(several ? "a.safetensors" : "model.safetensors"), error);
         if (!fine) demand_sentence(error);
         if (!fine) continue;
@@ -226,7 +226,7 @@ static void fuzz_prompts(FuzzInput input) {
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Prompts prompts;
     put("prompts", input);
-    const bool fine = prompts_open(&prompts, "", path_of("prompts"), 3, bytes, 256, error);
+    const bool fine = prompts_open(&prompts, "", path_of("prompts"), bytes, 256, error);
     if (!fine) demand_sentence(error);
     for (int i = 0; i < prompts.count && fine; i++) demand(prompts.length[i] > 0 && prompts.tokens[i][0] < 256);
     prompts_close(&prompts), tokenizer_close(bytes);
