@@ -1,17 +1,14 @@
 """What data/prepare.py reads: files that may be packed, downloads, and the documents in them.
 
-Each reader yields pieces of documents and holds a few MiB of them at a time, whatever the file unpacks to. A failure is
-a Problem: one sentence.
+A document is what END separates in a text, or one record of the other formats. Long ones come in pieces, so a few MiB
+of a file are in memory at a time, whatever it unpacks to. A failure is a Problem: one sentence.
 """
 
-import array
 import bz2
-import collections
-import errno
+import codecs
 import gzip
 import json
 import lzma
-import os
 import re
 import zlib
 from pathlib import Path
@@ -23,59 +20,10 @@ except ImportError:
 
 from messages import Problem
 
-
-def make_folder(folder, out):
-    """Makes the folder that --out OUT asks for, and those above it. The folder may exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"--out {out}: the folder cannot be made ({error.strerror}); give another --out") from None
-
-
-def read_own(path):
-    """Returns the bytes of a file that will be copied to where it may be published. A link may lead to a secret, so it
-    follows none but those in the cache of Hugging Face's hub, to ../../blobs/HASH."""
-    path = Path(path)
-    if path.is_symlink() and re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]+", os.readlink(path)):
-        path = path.parent / os.readlink(path)
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return file.read()
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise damaged(path, error) from None
-        raise Problem(f"{path}: a link, whose contents would be published; put the file itself there") from None
-
-
 END = "<|endoftext|>"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
+BLOCK_BYTES = 1 << 20  # of a text that are read at once
+MAX_LINE = 1 << 26  # bytes of a line of JSON
 MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
-MAX_LINE = 1 << 26  # bytes of a line of JSON, or of a text without white space
-
-
-def lines_of(stream, most=MAX_LINE):
-    """Yields the lines of a stream; None for one of more than `most` bytes, which is never in memory as a whole."""
-    while line := stream.readline(most + 1):
-        if len(line) <= most:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(1 << 20)
-        yield None
-
-
-def open_zstd(path):
-    return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
-
-
-PACKINGS = (  # the pattern of the first bytes, what opens the file
-    (rb"\x1f\x8b", gzip.open),
-    (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
-    (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
-    (rb"\x28\xb5\x2f\xfd", open_zstd),
-)
-PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
 # pyarrow's own derive from ValueError and NotImplementedError.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError, ValueError, NotImplementedError)
 
@@ -85,43 +33,8 @@ def damaged(path, error):
     return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
 
 
-def look(path):
-    """Returns (what opens the file, whether it is packed, whether it is .parquet), judged by its first bytes."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(16)
-    except OSError as error:
-        raise damaged(path, error) from None
-    for signature, opener in PACKINGS:
-        if re.match(signature, head):
-            return opener, True, False
-    if head and PACKED_NAME.search(str(path)):
-        raise damaged(path, "it is not packed, as its name says")
-    return (lambda path: open(path, "rb")), False, head.startswith(b"PAR1")
-
-
-def open_input(path):
-    """Returns a binary stream of the file's contents, unpacked."""
-    return look(path)[0](path)
-
-
-def input_kind(path):
-    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
-    _, packed, parquet = look(path)
-    ending = "parquet" if parquet else Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
-    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
-        return ending
-    if ending != "parquet" and (packed or not ending):
-        return "txt"
-    raise Problem(
-        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
-        f"or one of {', '.join(CORPORA)}"
-    )
-
-
 def download(url, sha256, instead):
-    """Downloads a file into the cache, unless it is there, and returns its path. `instead` says what to do without a
-    network."""
+    """Returns the path of a file in the cache; downloads it if it is not there. `instead` says what to do offline."""
     import pooch
     from tqdm import tqdm
 
@@ -165,201 +78,183 @@ CORPORA = {  # name: (training files, validation files), each a URL and the SHA-
 }
 
 
-# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("line"; "long" without the line if
-# that is too long), one element of a .json array ("element"), or one row of a .parquet file ("row", or "null").
-# place: the line, element or row that it begins at, for messages.
-Piece = collections.namedtuple("Piece", "path kind place begins data")
+def open_zstd(file):
+    return zstd.open(file, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
-def place_of(piece, lines=0):
-    """Returns where a piece is, or what is so many lines after its beginning."""
-    what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
-    return f"{piece.path}: {what} {piece.place + lines}"
+PACKINGS = (  # the pattern of the first bytes, what opens the file
+    (rb"\x1f\x8b", gzip.open),
+    (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
+    (rb"\x28\xb5\x2f\xfd", open_zstd),
+)
 
 
-def open_parquet(path, field):
-    """Returns the file, the size of its column of text and the number of rows."""
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        schema = file.schema_arrow
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
-    if field not in schema.names:
-        raise Problem(f'{path}: there is no field "{field}" but {", ".join(schema.names)}: choose one with --field')
-    kind = schema.field(field).type
-    if not re.fullmatch(r"(large_)?string(_view)?|null|dictionary<values=string.*", str(kind)):
-        raise Problem(f'{path}: field "{field}" is {kind} and not a text; choose another with --field')
-    column, groups = file.schema.names.index(field), map(file.metadata.row_group, range(file.num_row_groups))
-    return file, sum(group.column(column).total_uncompressed_size for group in groups), file.metadata.num_rows
+def unpacked(file):
+    """Returns a binary stream of the contents of an open file, whose first bytes tell how it is packed."""
+    head = file.peek(16)
+    return next((opener(file) for signature, opener in PACKINGS if re.match(signature, head)), file)
 
 
-def safe_cut(data, start):
-    """Returns a position in data, from start on, where both parts encode to the tokens of the whole; 0: there is none.
+def input_kind(path):
+    """Returns "txt", "jsonl", "json" or "parquet" by the name's ending. A file without one holds text."""
+    name = re.sub(r"\.(xz|lzma|gz|bz2|zst)$", "", Path(path).name.lower())
+    ending = Path(name).suffix[1:] or "txt"
+    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and name == Path(path).name.lower()):
+        return ending
+    raise Problem(
+        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
+        f"or one of {', '.join(CORPORA)}"
+    )
 
-    GPT-2's pattern never matches across the border from a character that is not white space to white space, and never
-    looks back, so a cut in front of a space or line feed that follows such a character is exact.
+
+class Notes:
+    """What is reported at the end: the first documents that cannot be used and are left out, and other notices."""
+
+    def __init__(self):
+        self.left_out, self.first, self.notices = 0, [], []
+
+    def leave_out(self, sentence):
+        self.left_out += 1
+        self.first += [sentence] if len(self.first) < 5 else []
+
+
+# The longest beginning of a text behind which a cut changes no token: GPT-2's pattern never matches across the border
+# from a character that is not white space to white space, and never looks back.
+SAFE_CUT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+LINE_END = re.compile(r"(\r?\n)?")
+
+
+def cut(blocks, most):
+    """Yields (whether it begins a document, text, lines before it) of the documents in a text, which comes in blocks.
+
+    END begins a document, and a line end behind it is dropped. A document of more than `most` characters comes in
+    pieces, which have the tokens of the whole unless a word is longer than that. One of white space alone is skipped.
     """
-    for match in re.compile(rb"[^\s](?=[ \n])").finditer(data, start):
-        before = bytes(data[max(0, match.end() - 4) : match.end()]).decode("utf-8", "ignore")
-        if before and not before[-1].isspace():
-            return match.end()
-    return 0
+    blocks, text, at, more, begins, lines = iter(blocks), "", 0, True, True, 0
+    while more or at < len(text):
+        if more and len(text) - at < 2 * most:  # so a piece that is cut off has an END behind it as a whole
+            block = next(blocks, None)
+            more, text, at = block is not None, text[at:] + (block or ""), 0
+            continue
+        end = text.find(END, at, at + most + len(END))
+        separated = end >= 0
+        if not separated and len(text) - at <= most:
+            end = len(text)
+        elif not separated:
+            safe = SAFE_CUT.match(text, at, at + most + 1)
+            end = safe.end() if safe else at + most
+        piece = text[at:end]
+        if piece.strip() or not begins:
+            yield begins, piece, lines
+            begins = False
+        if separated:
+            begins, end = True, LINE_END.match(text, end + len(END)).end()
+        lines += text.count("\n", at, end)
+        at = end
 
 
-def is_utf8(data):
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+def read_text(stream, path, most, notes):
+    """Yields (whether it begins a document, text) of a .txt file. A piece that is not UTF-8 is left out."""
+    head = stream.peek(512)[:512]
+    if b"\0" in head:
+        raise Problem(f"{path}: binary, not text; unpack an archive, or type iconv -f UTF-16 -t UTF-8")
+    if head.startswith(b'{"'):
+        notes.notices.append(f"{path} begins like JSON lines; name it .jsonl to take the texts alone")
+    blocks = codecs.iterdecode(iter(lambda: stream.read(BLOCK_BYTES), b""), "utf-8-sig", "surrogateescape")
+    broken = False
+    for begins, text, lines in cut(blocks, most):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # a byte that is not UTF-8 was read as half of a surrogate pair
+            line, byte, broken = 1 + lines + text.count("\n", 0, error.start), ord(text[error.start]) - 0xDC00, True
+            notes.leave_out(f"{path}: line {line}: not UTF-8 (byte 0x{byte:02x}); type iconv -f LATIN1 -t UTF-8, or what it is")
+            continue
+        yield begins or broken, text
+        broken = False
 
 
-def read_text(path):
-    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space.
-
-    A piece that is not UTF-8 will be left out, so the one after it begins a document.
-    """
-    separator = END.encode()
-    data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
-    with open_input(path) as stream:
-        while True:
-            line = stream.readline(PIECE_BYTES)
-            if line_number == 1 and line_starts:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-                if b"\0" in line[:512]:
-                    raise Problem(f"{path}: binary, not text; unpack an archive, or type iconv -f UTF-16 -t UTF-8")
-            ends = line_starts and line.rstrip(b"\r\n") == separator
-            if (ends or not line) and data:
-                if not begins or data.strip():
-                    yield Piece(path, "text", place, begins, bytes(data))
-                data, searched = bytearray(), 0
-            if not line:
-                return
-            line_starts = line.endswith(b"\n")
-            line_number += line_starts
-            if ends:
-                begins, place = True, line_number
-                continue
-            data += line
-            if len(data) >= PIECE_BYTES:
-                cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
-                if not cut and len(data) >= MAX_LINE:  # no text has such a word: cut it before its last character
-                    cut = next((at for at in range(len(data) - 1, len(data) - 5, -1) if data[at] & 0xC0 != 0x80), len(data))
-                searched = max(0, len(data) - 4)
-                if cut:
-                    piece = Piece(path, "text", place, begins, bytes(data[:cut]))
-                    yield piece
-                    place += data.count(b"\n", 0, cut)
-                    data, begins, searched = data[cut:], not is_utf8(piece.data), 0
+def lines_of(stream, path, most):
+    """Yields (place, line) of the lines that are not blank."""
+    for number, line in enumerate(iter(lambda: stream.readline(most + 1), b""), 1):
+        if len(line) > most:
+            raise Problem(f"{path}: line {number}: longer than {most >> 20} MiB; write one record a line")
+        if line.strip():
+            yield f"{path}: line {number}", line
 
 
-def read_jsonl(path):
-    with open_input(path) as stream:
-        for number, line in enumerate(lines_of(stream), 1):
-            if line is None:
-                yield Piece(path, "long", number, True, b"")
-                continue
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if line.strip():
-                yield Piece(path, "line", number, True, line)
-
-
-def read_parquet(path, field):
-    row = 0
-    for batch in open_parquet(path, field)[0].iter_batches(batch_size=1024, columns=[field]):
-        for value in batch.column(0):
-            row += 1
-            try:
-                text = value.as_py()
-                data = b"" if text is None else text.encode()
-            except UnicodeDecodeError:  # is told of when the piece is encoded
-                data = text = value.as_buffer().to_pybytes()
-            if text is None or data:
-                yield Piece(path, "null" if text is None else "row", row, True, data)
-
-
-def read_json(path):
-    """Yields the elements of an array, which is read as a whole. Any other file has one document per line."""
-    with open_input(path) as stream:
-        if not stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            yield from read_jsonl(path)
-            return
-    with open_input(path) as stream:
-        text = stream.read(MAX_ARRAY + 1)
+def read_json(stream, path):
+    """Yields (place, record) of the elements of an array, or else (place, line)."""
+    if not stream.peek(512).lstrip(codecs.BOM_UTF8 + b" \r\n\t").startswith(b"["):
+        yield from lines_of(stream, path, MAX_LINE)
+        return
+    text = stream.read(MAX_ARRAY + 1)
     if len(text) > MAX_ARRAY:
-        raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
+        raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a record a line (jq -c '.[]')")
     try:
-        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape"))
-        for number, record in enumerate(records, 1):
-            try:  # a bad byte is kept, since its element alone is left out
-                data = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogateescape")
-            except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
-                data = json.dumps(record).encode()
-            yield Piece(path, "element", number, True, data)
+        records = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: not JSON ({error})") from None
+    for number, record in enumerate(records, 1):
+        yield f"{path}: element {number}", record
 
 
-def read_inputs(paths, field):
-    readers = {"txt": read_text, "json": read_json, "jsonl": read_jsonl, "parquet": lambda path: read_parquet(path, field)}
-    for path in paths:
-        try:
-            yield from readers[input_kind(path)](path)
-        except READ_ERRORS as error:
-            raise damaged(path, error) from None
+def read_parquet(file, path, field):
+    """Yields (place, record) of the rows."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(file)
+    names, number = table.schema_arrow.names, 0
+    if field not in names:
+        raise Problem(f'{path}: there is no field "{field}" but {", ".join(names)}: choose one with --field')
+    for batch in table.iter_batches(batch_size=1024, columns=[field]):
+        for text in batch.column(0).to_pylist():
+            number += 1
+            yield f"{path}: row {number}", {field: text}
 
 
-def measure(paths, field):
-    """Returns what the draw of validation documents needs: all bytes, how many documents, the sizes in .txt."""
-    total, documents, sizes = 0, 0, array.array("q")
-    for path in paths:
-        if input_kind(path) == "parquet":
-            _, size, rows = open_parquet(path, field)
-            total, documents = total + size, documents + rows
-            continue
-        for piece in read_inputs([path], field):
-            total += len(piece.data)
-            documents += piece.begins
-            if piece.kind == "text" and piece.begins:
-                sizes.append(0)
-            if piece.kind == "text":
-                sizes[-1] += len(piece.data)
-    return total, documents, sizes
-
-
-def text_of(piece, field):
-    """Returns the text of a piece, None for a null. A byte that is not UTF-8 becomes half of a surrogate pair. Raises a
-    Problem if there is no text."""
-    if piece.kind == "null":
-        return None
-    where = place_of(piece)
-    if piece.kind == "long":
-        raise Problem(f"{where}: longer than {MAX_LINE >> 20} MiB")
-    text = piece.data.decode("utf-8", "surrogateescape")
-    if piece.kind in ("text", "row"):
-        return text
+def text_of(record, field):
+    """Returns the text of a record, which is JSON's line if it is bytes. Raises ValueError with a reason."""
     try:
-        record = json.loads(text)
+        record = json.loads(record) if isinstance(record, bytes) else record
     except (ValueError, RecursionError) as error:
-        raise Problem(f"{where}: not JSON ({error})") from None
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
-        raise Problem(f'{where}: not a JSON object with a field "{field}"')
+        raise ValueError(f'not a JSON object with a field "{field}"')
     if field not in record:
         found = ", ".join(list(record)[:8]) or "no field at all"
-        raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
-    if record[field] is not None and not isinstance(record[field], str):
-        raise Problem(f'{where}: field "{field}" is not a text')
+        raise ValueError(f'there is no field "{field}" but {found}: choose one with --field')
+    if not isinstance(record[field], str):
+        raise ValueError(f'field "{field}" is not a text')
+    record[field].encode("utf-8")  # half of a surrogate pair, which JSON can spell, raises a ValueError
     return record[field]
 
 
-def holds_records(path, field):
-    """Returns whether the first line of a text is a JSON object with this field."""
-    try:
-        with open_input(path) as stream:
-            record = json.loads(stream.readline(PIECE_BYTES))
-    except (*READ_ERRORS, RecursionError):
-        return False
-    return isinstance(record, dict) and field in record
+def read_records(records, field, most, notes):
+    """Yields (whether it begins a document, text) of the field in each record. One without a text is left out."""
+    for place, record in records:
+        try:
+            text = text_of(record, field)
+        except ValueError as error:
+            notes.leave_out(f"{place}: {error}")
+            continue
+        for begins, piece, _ in cut([text], most):
+            yield begins, piece
+
+
+def read_inputs(paths, field, most, notes, bar):
+    """Yields (whether it begins a document, text of at most `most` characters) of all files. Moves the progress bar."""
+    for path in paths:
+        kind, before = input_kind(path), bar.n
+        try:
+            with open(path, "rb") as file:
+                if kind == "txt":
+                    pieces = read_text(unpacked(file), path, most, notes)
+                else:
+                    records = read_parquet(file, path, field) if kind == "parquet" else read_json(unpacked(file), path)
+                    pieces = read_records(records, field, most, notes)
+                for piece in pieces:
+                    yield piece
+                    bar.update(before + file.tell() - bar.n)
+        except READ_ERRORS as error:
+            raise damaged(path, error) from None

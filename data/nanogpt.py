@@ -3,6 +3,7 @@
 prepare.py --from-nanogpt DIR writes shards of them. Without meta.pkl the tokens are GPT-2's, or those of --tokenizer.
 """
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -57,38 +58,45 @@ def open_tokens(path):
     return tokens
 
 
-def blocks_of(path, tokens, size):
-    """Yields the tokens of a vocabulary of this size in blocks of uint16."""
+def blocks_of(part, path, tokens, size):
+    """Yields (part, block of uint16) of the tokens of a vocabulary of this size."""
     for block in (tokens[at : at + BLOCK] for at in range(0, len(tokens), BLOCK)):
         if block.max() >= size:
             advice = "name its tokenizer's folder by --tokenizer"
             raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
-        yield block.astype(np.uint16)
+        yield part, block.astype(np.uint16)
+
+
+def write_vocabulary(meta, tokenizer, folder, notes):
+    """Writes the vocabulary of a meta.pkl, or where there is none that of --tokenizer or GPT-2's. Returns its size and the
+    lengths of its tokens."""
+    if tokenizer or not meta.is_file():
+        vocabulary = open_vocabulary(tokenizer)
+        copy_vocabulary(vocabulary, tokenizer, folder)
+        return vocabulary.size, vocabulary.lengths
+    size, texts = read_meta(meta)
+    if not texts:
+        notes.notices.append(f"{meta} has no texts of tokens, so no samples and no bits per byte; name a folder by --tokenizer")
+        return size, np.zeros(size, np.int64)
+    names = {byte: name for name, byte in ALPHABET.items()}
+    tokens = {"".join(names[byte] for byte in text): i for i, text in enumerate(texts)}
+    (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), "utf-8")
+    return size, np.array([len(text) for text in texts], np.int64)
 
 
 def convert(options, folder, notes):
-    """Writes the vocabulary. Returns its size, the lengths of its tokens, and {part: blocks of tokens}."""
-    source, tokenizer = Path(options.from_nanogpt), options.tokenizer
+    """Writes the vocabulary. Returns its size, the lengths of its tokens, and (part, block of tokens) of both parts."""
+    source = Path(options.from_nanogpt)
     train, val = source / "train.bin", source / "val.bin"
     if not train.is_file():
         raise Problem(f"{source}: holds no train.bin; name a folder of nanoGPT's, such as data/shakespeare_char")
     if val.is_file() and options.val_fraction:
         raise Problem(f"{source}: has a val.bin; leave --val-fraction out, or move that file away")
-    size, texts = read_meta(source / "meta.pkl") if (source / "meta.pkl").is_file() and not tokenizer else (None, None)
-    if texts:  # the trainer encodes with them where each is a character
-        names = {byte: name for name, byte in ALPHABET.items()}
-        tokens = {"".join(names[byte] for byte in text): i for i, text in enumerate(texts)}
-        (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), "utf-8")
-        lengths = np.array([len(text) for text in texts], np.int64)
-    elif size:
-        lengths = np.zeros(size, np.int64)
-        notes.add("no texts of tokens, so no samples and no bits per byte; name a folder by --tokenizer", ["meta.pkl"])
-    else:
-        vocabulary = open_vocabulary(tokenizer)
-        copy_vocabulary(vocabulary, tokenizer, folder)
-        size, lengths = vocabulary.size, vocabulary.lengths
+    size, lengths = write_vocabulary(source / "meta.pkl", options.tokenizer, folder, notes)
     tokens = open_tokens(train)
     if val.is_file():
-        return size, lengths, {"train": blocks_of(train, tokens, size), "val": blocks_of(val, open_tokens(val), size)}
-    cut = len(tokens) - int((options.val_fraction or 0.05) * len(tokens))
-    return size, lengths, {"train": blocks_of(train, tokens[:cut], size), "val": blocks_of(train, tokens[cut:], size)}
+        held_out = open_tokens(val)
+    else:
+        tokens, held_out = np.split(tokens, [len(tokens) - int((options.val_fraction or 0.05) * len(tokens))])
+    parts = ("train", train, tokens[: options.limit_tokens]), ("val", val if val.is_file() else train, held_out)
+    return size, lengths, itertools.chain.from_iterable(blocks_of(*part, size) for part in parts)

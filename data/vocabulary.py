@@ -9,6 +9,7 @@ rank of a merge; a table turns ranks into numbers), the tokenizers library train
 import json
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import tiktoken
 from crc32c import crc32c
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import END, damaged, download, read_own
+from input_files import END, damaged, download
 from messages import Problem
 
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
+MIN_VOCABULARY = 258  # 256 bytes, a merge, <|endoftext|>
 MAX_VOCABULARY = 1 << 16  # a shard's tokens have 16 bits
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_SHA256 = {
@@ -57,14 +59,14 @@ class Vocabulary:
     """
 
     def __init__(self, names, merges, source, added=()):
-        self.names, self.merges, self.source, self.added = names, merges, source, dict(added)
+        self.names, self.merges, self.added = names, merges, dict(added)
         "".join([*names, *self.added]).encode("utf-8")  # half of a surrogate pair raises ValueError
         more = [number for text, number in self.added.items() if names.get(text) != number]
         every = [*names.values(), *more]
         if len(set(every)) < len(every) or not all(type(n) is int and n >= 0 for n in every):
             raise ValueError("each token has a number of its own")
         self.size, self.end = max(every) + 1, names[END]
-        self.cuts = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
+        self.added_pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
         ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
         numbers = [names[character] for character in ALPHABET]
         for merge in merges:
@@ -92,10 +94,10 @@ class Vocabulary:
         return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
 
     def encode(self, text):
-        """Returns the tokens of a text as uint16. Raises ValueError if it has more white space than tiktoken takes."""
-        if not self.cuts:
+        """Returns the tokens of a text, whose white space is at most MAX_SPACE characters long, as uint16."""
+        if not self.added:
             return self.encode_plain(text)
-        pieces = re.split(f"({self.cuts})", text)  # every second one is an added token
+        pieces = re.split(f"({self.added_pattern})", text)  # every second one is an added token
         parts = [[self.added[piece]] if i % 2 else self.encode_plain(piece) for i, piece in enumerate(pieces)]
         return np.concatenate(parts).astype(np.uint16)
 
@@ -111,7 +113,7 @@ class Vocabulary:
 class Bytes:
     """The vocabulary of a model that reads bytes: no tokenizer, and no token that begins a document."""
 
-    source, size, end = "bytes", 256, None
+    size, end = 256, None
 
     def encode(self, text):
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
@@ -209,7 +211,7 @@ def copy_vocabulary(vocabulary, source, folder):
     vocabulary.write(folder)
     for name in FILES[2:] if source else ():
         if (Path(source) / name).is_file():
-            (folder / name).write_bytes(read_own(Path(source) / name))
+            shutil.copyfile(Path(source) / name, folder / name)
 
 
 def train_vocabulary(texts, size, folder):
