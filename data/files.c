@@ -58,8 +58,7 @@ const char* path_there(const char* folder, const char* name) {
 
 char* path_absolute(const char* path) {
     SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
-    const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");
-    const bool joins = folder && !pattern && text_is_utf8(folder, (int64_t)strlen(folder));
+    const bool joins = folder && text_is_utf8(folder, (int64_t)strlen(folder));
     return joins ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 
@@ -155,13 +154,10 @@ bool disk_holds(const char* path, int64_t bytes, char* error) {
     for (const char* folder = path; statvfs(folder, &disk) != 0; folder = path_parent(folder)) {
         if (errno != ENOENT || strcmp(folder, ".") == 0 || strrchr(folder, '/') == folder) return true;
     }
-    const double room = (double)disk.f_bavail * (double)disk.f_frsize;
-    const bool small = bytes < 1 << 30;
-    const double unit = 1.0 / (small ? 1 << 20 : 1 << 30);
-    const char* name = small ? "MiB" : "GiB";
+    const double room = (double)disk.f_bavail * (double)disk.f_frsize, unit = 1.0 / (1 << 30);
     if (disk.f_blocks == 0 || (double)bytes <= room) return true;  // no blocks: no disk, such as /proc
-    return data_error(error, "%s needs %.2f %s and %.2f %s are free on its disk", path, (double)bytes * unit, name,
-                      room * unit, name);
+    return data_error(error, "%s needs %.3g GiB and %.3g GiB are free on its disk", path, (double)bytes * unit,
+                      room * unit);
 }
 
 int file_create(const char* path, char* error) {

@@ -17,7 +17,7 @@ const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);
 // Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is
-// not UTF-8, or would be part of the path's glob pattern.
+// not UTF-8.
 char* path_absolute(const char* path);
 
 #define FILE_READ_MAX (64 << 20)  // the largest file that file_read takes: 64 MiB

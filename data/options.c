@@ -93,17 +93,14 @@ double text_number(const char* text, const char* units, double factor, const cha
     return number;
 }
 
-// Sets a number. A size such as 24G, 24GB, 24GiB or 800M counts in powers of 1024 and is rounded to KiB.
+// Sets a number. A size such as 24G, 24GB, 24GiB or 800M counts in powers of 1024.
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
     const bool size = option->type == OPTION_SIZE, whole = option->type == OPTION_INT;
     const char* end;
-    double number = text_number(text, size ? "KMGT" : whole ? "KMB" : "", size ? 1024 : 1e3, &end);
-    if (size && !strpbrk(text, "kKmMgGtT")) end = "x";  // it lacks its unit
-    if (size && *end == 'i' && end[1] == 'B') end++;
+    const double number = text_number(text, size ? "KMGT" : whole ? "KMB" : "", size ? 1024 : 1e3, &end);
+    if (size && *end == 'i') end++;
     if (size && *end == 'B') end++;
-    if (size) number = 1024 * floor(number / 1024);
-    if (*end || !isfinite(number) || (whole && number != floor(number)) ||  // 10k are a whole number alone
-        (size && !(number >= option->low && number <= option->high))) {
+    if (*end || !isfinite(number) || (whole && number != floor(number))) {  // 10k are a whole number alone
         return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
                           size    ? "a size such as 24G"
                           : whole ? "a whole number"
@@ -111,12 +108,17 @@ static bool set_number(const Option* option, void* field, const char* text, char
                           text, option->name, option->values);
     }
     if (number < option->low || number > option->high) {
-        const char* format = whole ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
-        return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text,
-                          text_kept(format, option->low, option->high));
+        const char* format =
+            whole ? "a number from %.0f to %.0f" : "a number from %.12g to %.12g";  // as it can be typed
+        return data_error(
+            error, "--%s %s is out of range; type %s", option->name, text,
+            size ? text_kept("--%s %s", option->name, option->values) : text_kept(format, option->low, option->high));
     }
-    if (whole || size) *(long long*)field = (long long)number;
-    if (!whole && !size) *(double*)field = number;
+    if (option->type == OPTION_REAL) {
+        *(double*)field = number;
+    } else {
+        *(long long*)field = (long long)number;
+    }
     return true;
 }
 
@@ -149,16 +151,16 @@ bool option_set(const Option* option, Options* options, const char* text, char* 
 
 const char* option_text(const Option* option, const Options* options) {
     const void* field = (const char*)options + option->offset;
-    const bool whole = option->type == OPTION_INT || option->type == OPTION_SIZE;
-    const long long number = whole ? *(const long long*)field : 0;
     char text[32];
     switch (option->type) {
         case OPTION_FLAG:
             return *(const bool*)field ? "true" : "false";
         case OPTION_SIZE:
-            return number == 0 ? option->standard : text_kept("%lldK", number / 1024);
+            if (*(const long long*)field == 0) return option->standard;
+            return text_kept("%lld", *(const long long*)field);
         case OPTION_INT:
-            return number == OPTION_AUTO ? word_of(option) : text_kept("%lld", number);
+            if (*(const long long*)field == OPTION_AUTO) return word_of(option);
+            return text_kept("%lld", *(const long long*)field);
         case OPTION_REAL:
             if (*(const double*)field == OPTION_AUTO) return "auto";
             return text_kept("%s", number_text(*(const double*)field, text, sizeof(text)));

@@ -9,39 +9,31 @@
 
 bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error) {
     const long long T = o->seq, tokens = o->tokens_per_step, sequence = T * ranks;  // tokens of one a rank
-    if (tokens >= 0 && tokens % sequence != 0) {
-        const long long whole = o->batch > 0 ? sequence * o->batch : sequence, below = tokens / whole * whole;
-        const char *gpus = ranks > 1 ? text_kept(" x %lld GPUs", (long long)ranks) : "",
-                   *batch = o->batch > 0 ? text_kept(" x --batch %lld", o->batch) : "";
-        return data_error(error,
-                          "--tokens-per-step %lld is not a multiple of --seq %lld%s%s; type --tokens-per-step %lld",
-                          tokens, T, batch, gpus, below > 0 ? below : whole);
-    }
     if (o->batch < 0) {
         o->batch = 1;
         while (o->batch * 2 <= fits) o->batch *= 2;
         while (tokens >= 0 && tokens / sequence % o->batch != 0) o->batch /= 2;
     }
-    const long long micro = o->batch * T;  // tokens of a micro-batch
+    const long long rows = o->batch * T, micro = rows * ranks;  // tokens of a micro-batch, of a rank and of all
     if (tokens < 0) {
-        const int64_t micro_batches = usual ? (usual / ranks + micro / 2) / micro : 1;
-        o->tokens_per_step = micro * ranks * (micro_batches > 0 ? micro_batches : 1);
+        const int64_t micro_batches = usual ? (usual / ranks + rows / 2) / rows : 1;
+        o->tokens_per_step = micro * (micro_batches > 0 ? micro_batches : 1);
     }
-    const int64_t sequences = o->tokens_per_step / sequence;
-    if (sequences % o->batch == 0 && micro % unit == 0) return true;
-    if (sequences % o->batch == 0) {
-        return data_error(
-            error,
-            "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
-            o->batch, T, micro, (long long)(T / unit > 0 ? T / unit * unit : unit));
+    if (o->tokens_per_step % micro != 0) {
+        long long batch = o->batch < tokens / sequence ? o->batch : tokens / sequence;
+        while (batch > 1 && tokens / sequence % batch != 0) batch--;
+        const char* smaller = tokens % sequence == 0 ? text_kept("--batch %lld or ", batch) : "";
+        return data_error(error,
+                          "--tokens-per-step %lld is not a multiple of --batch %lld x --seq %lld x %lld GPU%s = %lld; "
+                          "type %s--tokens-per-step %lld",
+                          tokens, o->batch, T, (long long)ranks, ranks > 1 ? "s" : "", micro, smaller,
+                          tokens < micro ? micro : tokens / micro * micro);
     }
-    int64_t batch = o->batch < sequences ? o->batch : sequences;
-    while (sequences % batch != 0) batch--;
-    return data_error(error,
-                      "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; "
-                      "type --batch %lld or --tokens-per-step %lld",
-                      o->batch, T, (long long)ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
-                      (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
+    return rows % unit == 0 ||
+           data_error(
+               error,
+               "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
+               o->batch, T, rows, (long long)(T / unit > 0 ? T / unit * unit : unit));
 }
 
 bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {

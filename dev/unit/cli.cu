@@ -89,7 +89,7 @@ TEST(option_numbers) {
         {"memory", "2T", 2ll << 40},
     };
     static const char none[] = "k 1.5 10q 10kk 0x10 nan -1k 0.0001k 2e12 24GB! 24G infT 24Gi 1e9T",
-                      no_sizes[] = "24GB! 24 G -1G nanG 0G infT 24Gi 0x10G 1e9T 0.01";
+                      no_sizes[] = "24GB! 24 G -1G nanG 0G infT 24Gx 0x10G 1e9T 0.01";
     Options o;
     for (const auto& [name, text, want] : numbers) {
         o.steps = o.memory = 0;

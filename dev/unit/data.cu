@@ -56,7 +56,7 @@ DATA_TEST(data_files) {
     expect_refused(file_write(joined(folder, "x/y"), "", 0, error), error, "x/y.tmp: No such file");
     expect(folder_remove(joined(folder, "none"), error), "%s", error);
     expect(disk_holds(joined(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
-    expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1073741824.00 GiB and ");
+    expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1.07e+09 GiB and ");
     const SafetensorsTensor huge = tensor_of("huge", "F32", {1ll << 50});
     expect_refused(safetensors_begin(joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
     expect(!exists(folder, "huge"), "a file that has no room was begun");
