@@ -107,7 +107,6 @@ static void parse_number(Parser* parser, Json* json) {
     const char* first = parser->at;
     take(parser, '-');
     if (!take(parser, '0')) take_digits(parser, "something that is no value");
-    const char* whole = parser->at;
     if (take(parser, '.')) take_digits(parser, "a number without digits after its point");
     if (take(parser, 'e') || take(parser, 'E')) {
         if (!take(parser, '+')) take(parser, '-');
@@ -116,9 +115,7 @@ static void parse_number(Parser* parser, Json* json) {
     json->kind = JSON_NUMBER;
     json->text_bytes = parser->at - first;
     json->text = text_part(first, (size_t)json->text_bytes);
-    // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
-    const bool small = whole == parser->at && json->text_bytes <= 15;
-    json->number = small ? (double)atoll(json->text) : strtod(json->text, NULL);
+    json->number = strtod(json->text, NULL);
 }
 
 static void parse_value(Parser* parser, Json* json, int depth);

@@ -239,36 +239,29 @@ TEST(data_loader_files) {
     }
 }
 
+// A shard's header is wrong, or the file ends within it (at `bytes`), or it is no shard.
 DATA_TEST(data_loader_bad_files) {
+    const std::tuple<int, int, int, int, const char*> rows[] = {
+        {20240520, 2, -1, 0, "version 2 and version 1 can be read"},
+        {20240520, 1, 101, 0, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
+        {20240520, 1, 99, 0, "corrupted: its header says 99 tokens"},
+        {20240520, 1, 2000000000, 0, "truncated"},
+        {20240520, 1, -1, 1023, "truncated"},
+        {20240520, 1, -1, 12, "truncated"},
+        {20240520, 1, -1, 8, "truncated"},
+        {20240520, 1, -1, 4, "truncated"},
+        {20240801, 7, -1, 0, "is binary"},
+        {'\n' << 24 | 'c' << 16 | 'b' << 8 | 'a', ' ' << 8 | 'd', -1, 5, "or type --data-format bytes to train"},
+        {'b' << 8 | 'a', 0, -1, 2, "not a shard of tokens"}};
     const char* path = joined(folder, "x.bin");
-    const auto refused = [&](const char* why) {
+    for (const auto& [magic, version, claimed, bytes, why] : rows) {
+        put_shard(path, 0, 100, token_of, claimed, magic, version);
+        expect(truncate(path, bytes ? bytes : 1224) == 0, "%s", strerror(errno));
         const char* got = opened(path, DATA_AUTO, DATASET_WHOLE);
         expect(strstr(got, "x.bin") && strstr(got, why), "'%s', want '%s'", got, why);
-    };
-    const std::tuple<int, int, const char*> headers[] = {
-        {-1, 2, "version 2 and version 1 can be read"},
-        {101, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
-        {99, 1, "corrupted: its header says 99 tokens"},
-        {2000000000, 1, "truncated"}};
-    for (const auto& [claimed, version, why] : headers) {
-        put_shard(path, 0, 100, token_of, claimed, 20240520, version);
-        refused(why);
     }
-    put_shard(path, 0, 100, token_of, -1, 20240801, 7);
-    refused("is binary");
-    const char* const texts[][2] = {
-        {"", "is empty"},
-        {"ab", "not a shard of tokens"},
-        {"Once upon a time there was a text in a file called .bin", "or type --data-format bytes to train"}};
-    for (const auto& [text, why] : texts) {
-        put_text(path, text);
-        refused(why);
-    }
-    put_shard(path, 0, 100, token_of);
-    for (int length : {1023, 600, 12, 8, 7, 4}) {
-        expect(truncate(path, length) == 0, "%s", strerror(errno));
-        refused("truncated");
-    }
+    put_text(path, "");
+    expect(strstr(opened(path, DATA_AUTO, DATASET_WHOLE), "x.bin is empty"), "%s", error);
     expect(strstr(opened("/dev/null", DATA_AUTO, DATASET_WHOLE), "not a regular file"), "%s", error);
     // A name of any length must fit the sentence's buffer.
     static char longest[5000];
