@@ -276,25 +276,6 @@ bool options_apart(const Options* options, char* error) {
     return true;
 }
 
-// True if a word NAME=VALUE of `settings` has one of the values.
-static bool setting_known(const char* settings, const char* name, const char* values) {
-    const char* word = text_kept("%s=", name);
-    for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
-        const char* after = at + strlen(word);
-        const char* value = text_kept("%.*s", (int)strcspn(after, " ;"), after);
-        if ((at == settings || strchr(" :", at[-1])) && text_among(value, values, '|')) return true;
-    }
-    return false;
-}
-
-// Returns "muon|normuon|rmnp" as "muon, normuon or rmnp".
-static const char* values_listed(const char* values) {
-    const char* text = NULL;
-    for (const char *at = values, *value; (value = text_word(&at, '|'));)
-        text_add(&text, "%s%s", !text ? "" : at ? ", " : " or ", value);
-    return text;
-}
-
 bool options_needed(const Options* options, char* error) {
     Options standard;
     options_defaults(&standard);
@@ -305,9 +286,9 @@ bool options_needed(const Options* options, char* error) {
             const char* value = option_text(option, options);
             if (!option_given(options, name) || strcmp(value, option_text(option, &standard)) == 0) continue;
             if (text_among(option_text(option_find(needed), options), values, '|')) continue;
-            if (setting_known(options->overrides, needed, values)) continue;
+            if (strstr(options->overrides, text_kept("%s=", needed))) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name, value, needed,
-                              values_listed(values), name);
+                              values, name);
         }
     }
     return true;

@@ -54,8 +54,8 @@ bool options_parse(Options* options, int argc, char** argv, char* error);
 bool option_given(const Options* options, const char* name);  // was it typed?
 // Refuses two options that exclude each other if both were typed.
 bool options_apart(const Options* options, char* error);
-// Refuses an option that was typed, with another value than its default, if it has no effect: neither the other option
-// nor a word NAME=VALUE of --override has a value that it needs.
+// Refuses an option that was typed, with another value than its default, if it has no effect: the other option has no
+// value that it needs, and --override does not name that one.
 bool options_needed(const Options* options, char* error);
 // Returns whether files keep the option: flags and the options of "instead of training" are of one start alone.
 bool option_is_saved(const Option* option);

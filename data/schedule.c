@@ -37,22 +37,15 @@ bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t
 }
 
 bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
-    const bool wsd = strcmp(s->kind, "wsd") == 0;
-    const int64_t flat = wsd ? (int64_t)((double)s->steps - (double)s->steps * s->decay_fraction) : s->steps;
-    if (s->warmup > flat && !warmup_typed) s->warmup = flat;  // as in a resumed run that was made shorter
-    const long long warmup = s->warmup, steps = s->steps;
-    if ((float)s->lr == 0 && steps > 0) {
+    const double decay = strcmp(s->kind, "wsd") == 0 ? (double)s->steps * s->decay_fraction : 0;
+    const long long flat = (long long)((double)s->steps - decay);  // steps before the rate falls
+    if (s->warmup > flat && !warmup_typed) s->warmup = flat;       // as in a resumed run that was made shorter
+    if ((float)s->lr == 0 && s->steps > 0) {
         return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", s->lr);
     }
-    if (wsd && warmup_typed && warmup > flat && steps > 0) {
-        return data_error(error,
-                          "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a "
-                          "smaller --decay-fraction",
-                          warmup, (long long)flat, (long long)flat);
-    }
-    return warmup <= steps || steps == 0 ||
-           data_error(error, "--warmup %lld is longer than --steps %lld; type --warmup %lld or less", warmup, steps,
-                      steps);
+    return s->warmup <= flat || s->steps == 0 ||
+           data_error(error, "--warmup %lld is more than the %lld steps before the rate falls; type --warmup %lld",
+                      (long long)s->warmup, flat, flat);
 }
 
 static double usual_rate(const Schedule* s, int64_t step) {

@@ -18,7 +18,7 @@
 #include "tokenizer.h"
 #include "unicode.h"
 
-enum { MAX_VOCABULARY = 1 << 20, SLOTS = 2 * MAX_VOCABULARY, UNRANKED = 0x7FFFFFFF };
+enum { MAX_VOCABULARY = 1 << 18, SLOTS = 2 * MAX_VOCABULARY, UNRANKED = 0x7FFFFFFF };
 
 typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;  // as numbered in unicode.h
 
