@@ -33,7 +33,6 @@ static uint32_t fingerprint(const Tokenizer* tokenizer) {
 // True if examples and rows add up and every number is in its range; fills in `first`.
 static bool parts_fit(Evaluation* e, uint64_t tokens) {
     uint64_t rows = 0, used = 0;
-    uint32_t longest = 0;
     for (int i = 0; i < e->examples; i++) {
         const EvaluationExample* example = &e->example[i];
         if (example->rows == 0 || example->answer >= example->rows) return false;
@@ -47,16 +46,10 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
         if (row->context == 0 || row->continuation == 0 || length > tokens - used) return false;
         e->first[i] = (int64_t)used;
         used += length;
-        if (length > longest) longest = (uint32_t)length;
     }
     for (uint64_t i = 0; i < used; i++)
         if (e->tokens[i] >= e->vocabulary) return false;
-    return used == tokens && longest == (uint32_t)e->longest;
-}
-
-// True if prepare.py downloads this task.
-static bool is_public(const char* name) {
-    return strcmp(name, "hellaswag") == 0 || strcmp(name, "lambada") == 0;
+    return used == tokens;
 }
 
 // Takes the parts of the file. Returns NULL, or what is wrong with it.
@@ -81,7 +74,6 @@ static const char* evaluation_parse(Evaluation* e, int64_t bytes, const Tokenize
     }
     e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
     e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
-    e->longest = (int)header.longest;
     e->example = (const EvaluationExample*)(e->file + HEADER_BYTES);
     e->row = (const EvaluationRow*)(e->example + e->examples);
     e->tokens = (const uint16_t*)(e->row + e->rows);
@@ -92,11 +84,6 @@ static const char* evaluation_parse(Evaluation* e, int64_t bytes, const Tokenize
 
 static bool is_path(const char* name) {
     return strchr(name, '/') || text_ends(name, ".eval");
-}
-
-// True for letters, digits, - and _, which name a file of data/eval alone.
-static bool is_name(const char* name) {
-    return name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
 }
 
 // Returns the file that a name stands for: one of the tokenizer's vocabulary.
@@ -121,18 +108,19 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     int64_t bytes = 0;
     if (!is_path(name) && !file_exists(path)) {
         return data_error(error,
-                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
-                          "type the path of an evaluation file, such as FOLDER/NAME.eval",
-                          name, path, is_name(name) ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
+                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval "
+                          "%s[=FILE.jsonl], or type the path of an evaluation file, such as FOLDER/NAME.eval",
+                          name, path, name);
     }
     e->file = file_read(path, &bytes, error);
     if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
     const char* wrong = evaluation_parse(e, bytes, tokenizer);
     if (!wrong) return true;
     const bool of_bytes = tokenizer && tokenizer_tokens(tokenizer) == 256;
-    data_error(error, "%s %s; make it again with .venv/bin/python data/prepare.py --eval %s%s --force --tokenizer %s",
-               path, wrong, e->name, is_public(e->name) ? "" : "=FILE.jsonl",
-               of_bytes ? "bytes" : "DIR, the folder of the model's tokenizer");
+    data_error(
+        error,
+        "%s %s; make it again with .venv/bin/python data/prepare.py --eval %s[=FILE.jsonl] --force --tokenizer %s",
+        path, wrong, e->name, of_bytes ? "bytes" : "DIR, the folder of the model's tokenizer");
     evaluation_close(e);
     return false;
 }

@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     char name[64];  // of the task: the file's, without .eval
     EvaluationKind kind;
-    int vocabulary, examples, rows, longest;
+    int vocabulary, examples, rows;
     const EvaluationExample* example;  // (examples)
     const EvaluationRow* row;          // (rows)
     const uint16_t* tokens;            // of all rows

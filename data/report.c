@@ -215,17 +215,12 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
     const bool best = run->options->keep == OPTION_AUTO;
     char* error = run->error;
     const char* path = checkpoint_name(run->path, step);
-    if (!ok) checkpoint_abandon(writer);
-    if (!ok && writer->nonfinite) {
-        return data_error(error,
-                          "step %lld: %s, so it was not saved; the last checkpoint is %s; go on from there, or begin "
-                          "anew, with a smaller --lr (now %g)",
-                          step, error, run_last_checkpoint(run), run->options->lr);
-    }
     if (!ok) {
-        return data_error(error,
-                          "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
-                          step, error, run_resume_words(run));
+        const char* advice = writer->nonfinite ? text_kept("with a smaller --lr (now %g)", run->options->lr)
+                                               : "free space or name another --run, and";
+        checkpoint_abandon(writer);
+        return data_error(error, "checkpoint of step %lld was not saved: %s; %s go on with --resume %s", step, error,
+                          advice, run_resume_words(run));
     }
     // First of all, since every error message that may follow names it.
     snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);

@@ -7,8 +7,7 @@
 #include "text.h"
 
 bool resume_words(const Options* o, char* error) {
-    const bool goes_on = *o->resume && strcmp(o->resume, "off") != 0 && strcmp(o->resume, "auto") != 0;
-    const char* names = goes_on ? "model run resume" : "data val model run resume";
+    const char* names = "data val model run resume";
     for (const char* name; (name = text_word(&names, ' '));) {
         if (!option_given(o, name) || *option_text(option_find(name), o)) continue;
         return data_error(error, "--%s '' is empty; give it a value or leave it out", name);

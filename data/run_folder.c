@@ -214,17 +214,14 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
 // Writes the command that started this process, as a shell reads it.
 static void write_command(FILE* file) {
     char words[4096];
-    SCOPED char* line;
-    size_t length;
+    const char* line = "";
     FILE* own = fopen("/proc/self/cmdline", "re");
     const size_t bytes = own ? fread(words, 1, sizeof(words) - 1, own) : 0;
     if (own) fclose(own);
     words[bytes] = 0;
-    FILE* command = text_stream(&line, &length);
     for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
-        fprintf(command, "%s%s", i ? " " : "", shell_word(words + i));
+        text_add(&line, "%s%s", i ? " " : "", shell_word(words + i));
     }
-    fclose(command);
     json_write_text_member(file, ", ", "command", line);
 }
 

@@ -11,7 +11,7 @@ static const char* volatile doing;    // what a stop waits for; NULL: there is n
 static volatile double first_signal;  // the clock at the first request to stop
 static volatile sig_atomic_t quiet;
 
-static const int HANDLED[] = {SIGUSR1, SIGUSR2, SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGVTALRM, SIGPROF, SIGPWR};
+static const int HANDLED[] = {SIGUSR1, SIGUSR2, SIGINT, SIGTERM, SIGHUP, SIGXCPU};
 enum { HANDLED_COUNT = sizeof(HANDLED) / sizeof(HANDLED[0]) };
 
 // Writes a line to stderr by calls that a signal handler may make.

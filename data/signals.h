@@ -4,8 +4,7 @@
 //                               ignored where it was ignored at the start, as under nohup
 //     the same once more        ends the process without saving, two seconds or more after the first, for a launcher
 //                               may deliver one signal twice; SIGINT after half a second, whatever the first was
-//     SIGXCPU, SIGPWR and the   stop too; SIGXCPU, which comes again every second, never ends the process without
-//     SIGALRM family            saving
+//     SIGXCPU                   stop too; it comes again every second, and never ends the process without saving
 //     SIGUSR1, SIGUSR2          save and go on
 //     SIGPIPE, SIGXFSZ          ignored: a closed stdout does not end a run, and a full file is a write error
 #pragma once
