@@ -1162,7 +1162,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
     report_data(folder, &run->train_data, &run->val_data, m->config.V);
-    report_batch(folder, dataset_windows(&run->train_data, m->T), world, m->config.V);
+    report_batch(folder, dataset_windows(&run->train_data, m->T), world);
     optim_describe(&run->config, text, sizeof(text));
     report_optim(folder, text);
     report_memory(folder, plan, world, m->parameters, available_to(m));

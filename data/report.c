@@ -1,7 +1,6 @@
 #include "report.h"
 #include "sampling.h"
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 #include "clock.h"
 #include "text.h"
@@ -41,7 +40,7 @@ void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V
     }
 }
 
-void report_batch(RunFolder* run, int64_t windows, int world, int V) {
+void report_batch(RunFolder* run, int64_t windows, int world) {
     const Options* o = run->options;
     const long long tokens = o->tokens_per_step, batch = o->batch, seq = o->seq, steps = o->steps,
                     sequences = tokens / seq, micro = sequences / batch / world;
@@ -54,12 +53,6 @@ void report_batch(RunFolder* run, int64_t windows, int world, int V) {
                 " notice   each text is read %.0f times, so the model will learn it by heart; give more --data or "
                 "fewer --steps\n",
                 epochs);
-    }
-    if (V == 256 && strncmp(o->model, "gpt2", 4) == 0 && !*o->data) {
-        run_say(run,
-                " notice   %s has a vocabulary of 256 here, since the built-in text is read as bytes; its own 50257 "
-                "tokens come with --data of data/prepare.py\n",
-                o->model);
     }
 }
 

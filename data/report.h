@@ -11,7 +11,7 @@ C_LINKAGE_BEGIN
 // much of its `windows` is trained by `world` ranks; the optimizer and the schedule; and the memory, of which
 // `available` bytes are free.
 void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V);
-void report_batch(RunFolder* run, int64_t windows, int world, int V);
+void report_batch(RunFolder* run, int64_t windows, int world);
 void report_optim(RunFolder* run, const char* optimizer);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the

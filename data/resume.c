@@ -1,5 +1,4 @@
 #include "resume.h"
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
