@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from input_files import READ_ERRORS, damaged, download, lines_of, unpacked
+from input_files import download, lines_of, reading, unpacked
 from messages import PREPARE, Problem, say
 from vocabulary import Bytes, crc32c, open_vocabulary
 
@@ -118,17 +118,14 @@ class Questions:
 
 def read_questions(path, vocabulary):
     questions = Questions(vocabulary)
-    try:
-        with open(path, "rb") as file:
-            for where, line in lines_of(unpacked(file), path, MAX_QUESTION):
-                try:
-                    questions.add(json.loads(line), where)
-                except (ValueError, RecursionError) as error:
-                    raise Problem(f"{where}: not a question ({error}); give one JSON object a line") from None
-                except (TypeError, AttributeError):  # a number or null where a text or a list belongs
-                    raise Problem(f"{where}: a field of this question is no text or no list; mend the line") from None
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
+    with reading(path) as file:
+        for where, line in lines_of(unpacked(file), path, MAX_QUESTION):
+            try:
+                questions.add(json.loads(line), where)
+            except (ValueError, RecursionError) as error:
+                raise Problem(f"{where}: not a question ({error}); give one JSON object a line") from None
+            except (TypeError, AttributeError):  # a number or null where a text or a list belongs
+                raise Problem(f"{where}: a field of this question is no text or no list; mend the line") from None
     if questions.kind is None:
         raise Problem(f"{path}: there is no question in it; give one JSON object a line")
     return questions

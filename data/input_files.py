@@ -6,6 +6,7 @@ of a file are in memory at a time, whatever it unpacks to. A failure is a Proble
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import json
 import lzma
@@ -28,9 +29,15 @@ MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError, ValueError, NotImplementedError)
 
 
-def damaged(path, error):
-    """Returns the sentence for a file that cannot be read to its end."""
-    return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
+@contextlib.contextmanager
+def reading(path):
+    """Opens a file. What goes wrong while it is read becomes a Problem."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except READ_ERRORS as error:
+        what = getattr(error, "strerror", None) or error
+        raise Problem(f"{path}: cannot be read ({what}); fetch or write it again") from None
 
 
 def download(url, sha256, instead):
@@ -246,15 +253,12 @@ def read_inputs(paths, field, most, notes, bar):
     """Yields (whether it begins a document, text of at most `most` characters) of all files. Moves the progress bar."""
     for path in paths:
         kind, before = input_kind(path), bar.n
-        try:
-            with open(path, "rb") as file:
-                if kind == "txt":
-                    pieces = read_text(unpacked(file), path, most, notes)
-                else:
-                    records = read_parquet(file, path, field) if kind == "parquet" else read_json(unpacked(file), path)
-                    pieces = read_records(records, field, most, notes)
-                for piece in pieces:
-                    yield piece
-                    bar.update(before + file.tell() - bar.n)
-        except READ_ERRORS as error:
-            raise damaged(path, error) from None
+        with reading(path) as file:
+            if kind == "txt":
+                pieces = read_text(unpacked(file), path, most, notes)
+            else:
+                records = read_parquet(file, path, field) if kind == "parquet" else read_json(unpacked(file), path)
+                pieces = read_records(records, field, most, notes)
+            for piece in pieces:
+                yield piece
+                bar.update(before + file.tell() - bar.n)

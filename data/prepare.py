@@ -79,19 +79,21 @@ def draw(pieces, share, unit, seed):
         yield part, begins, text
 
 
-def read_parts(options, train_files, val_files, notes, what):
+def read_parts(options, notes, what):
     """Yields (part, whether it begins a document, text) of all inputs, the validation files first."""
-    size, most = sum(map(os.path.getsize, train_files)), vocabulary.MAX_SPACE
-    with tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None) as bar:
-        if val_files:
-            for part, files in (("val", val_files), ("train", train_files)):
+    size, val_size = (sum(map(os.path.getsize, files)) for files in (options.train_files, options.val_files))
+    most = vocabulary.MAX_SPACE
+    with tqdm(total=size + val_size, unit="B", unit_scale=True, desc=what, disable=None) as bar:
+        if options.val_files:
+            for part, files in (("val", options.val_files), ("train", options.train_files)):
                 for begins, text in read_inputs(files, options.field, most, notes, bar):
                     yield part, begins, text
             return
         taken = min(size, 4 * options.limit_tokens) if options.limit_tokens else size
         share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
         unit = max(64, int(share * taken / 8))  # so about eight places or more give validation text
-        yield from draw(read_inputs(train_files, options.field, min(most, unit), notes, bar), share, unit, options.seed)
+        pieces = read_inputs(options.train_files, options.field, min(most, unit), notes, bar)
+        yield from draw(pieces, share, unit, options.seed)
 
 
 def batches(pieces):
@@ -143,7 +145,7 @@ def encode_all(pieces, words, options):
         if left <= 0:
             break
     tokens = np.concatenate(validation)
-    yield "val", tokens if len(options.val) == 1 else shuffled(tokens, words.end, options.seed)
+    yield "val", tokens if len(options.val_files) == 1 else shuffled(tokens, words.end, options.seed)
 
 
 class ShardWriter:
@@ -262,7 +264,7 @@ def parse(arguments):
 
 
 def find_inputs(options):
-    """Returns the training and the validation files. It downloads named corpora."""
+    """Sets train_files and val_files of the options. It downloads named corpora."""
     files = {"train": [], "val": []}
     for part, path in [("train", path) for path in options.inputs] + [("val", path) for path in options.val]:
         if part == "train" and path in CORPORA and not os.path.exists(path):
@@ -277,15 +279,15 @@ def find_inputs(options):
             raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
         input_kind(path)
         files[part].append(path)
-    return files["train"], files["val"]
+    options.train_files, options.val_files = files["train"], files["val"]
 
 
-def train_words(options, train_files, val_files, folder, notes):
+def train_words(options, folder, notes):
     """Trains the vocabulary of --train-bpe on the training part."""
 
     def texts():
         size = 0
-        for part, _, text in read_parts(options, train_files, val_files, Notes(), "train vocabulary"):
+        for part, _, text in read_parts(options, Notes(), "train vocabulary"):
             if size >= BPE_CHARACTERS:
                 return
             if part == "train":
@@ -300,17 +302,16 @@ def train_words(options, train_files, val_files, folder, notes):
 
 def text_parts(options, folder, notes):
     """Writes the vocabulary. Returns its size, the lengths of its tokens, and (part, tokens) of all inputs."""
-    train_files, val_files = find_inputs(options)
-    for path in val_files:
-        if any(os.path.samefile(path, name) for name in train_files):
+    find_inputs(options)
+    for path in options.val_files:
+        if any(os.path.samefile(path, name) for name in options.train_files):
             notes.notices.append(f"{path} is trained on too, so its validation loss says nothing of other texts")
     if options.train_bpe:
-        words = train_words(options, train_files, val_files, folder, notes)
+        words = train_words(options, folder, notes)
     else:
         words = vocabulary.open_vocabulary(options.tokenizer)
         vocabulary.copy_vocabulary(words, options.tokenizer, folder)
-    pieces = read_parts(options, train_files, val_files, notes, "encode")
-    return words.size, words.lengths, encode_all(pieces, words, options)
+    return words.size, words.lengths, encode_all(read_parts(options, notes, "encode"), words, options)
 
 
 def write_shards(folder, parts, shard_tokens, lengths, notes):
@@ -387,7 +388,7 @@ def main(arguments=None):
     except ImportError as missing:
         problem = f"{missing}; {VENV}"
     except OSError as error:  # the disk is full, a folder cannot be written
-        problem = f"{error.filename or 'writing'}: {error.strerror or error}; free space, or give another --out"
+        problem = f"{error.filename or 'writing'}: {error.strerror or error}; free space, allow it, or give another --out"
     say(f"prepare: error: {problem}", sys.stderr)
     return 2
 

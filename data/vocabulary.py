@@ -19,7 +19,7 @@ import tiktoken
 from crc32c import crc32c
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import END, damaged, download
+from input_files import END, download
 from messages import Problem
 
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
@@ -72,10 +72,11 @@ class Vocabulary:
         for merge in merges:
             left, right = merge.split(" ")
             joined, number = to_bytes(left) + to_bytes(right), names[left + right]
-            if joined in ranks or left not in names or right not in names:
+            if left not in names or right not in names:
                 raise ValueError(merge)
-            ranks[joined] = len(ranks)
-            numbers.append(number)
+            if joined not in ranks:  # of two pairs that join to one text the first counts
+                ranks[joined] = len(ranks)
+                numbers.append(number)
         if self.size > MAX_VOCABULARY:
             raise Problem(f"{source}: {self.size} tokens do not fit in 16 bits; use one of at most {MAX_VOCABULARY}")
         self.numbers = np.array(numbers, np.uint16)
@@ -199,8 +200,6 @@ def open_vocabulary(folder=None):
     try:
         names, merges, added = read_files(files)
         return Vocabulary(names, merges, str(files[0]), added)
-    except OSError as error:
-        raise damaged(error.filename or files[0], error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         both = f"{files[0]} and {files[1].name} are" if len(files) == 2 else f"{files[0]} is"
         raise Problem(f"{both} no byte-pair vocabulary like GPT-2's; {OTHERS}") from None
@@ -215,31 +214,20 @@ def copy_vocabulary(vocabulary, source, folder):
 
 
 def train_vocabulary(texts, size, folder):
-    """Trains a vocabulary of `size` tokens (fewer where the texts have fewer pairs that come twice) on an iterator of
-    texts, and writes it into the folder, also as tokenizer.json for transformers. The first 256 tokens are the bytes in
-    GPT-2's order, then come the merges, and the last one is <|endoftext|>."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Trains a vocabulary of `size` tokens, or fewer where no more pairs come twice, on an iterator of texts. Writes it into
+    the folder, also as tokenizer.json for transformers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1, min_frequency=2, initial_alphabet=sorted(ALPHABET), show_progress=False
+        vocab_size=size, min_frequency=2, special_tokens=[END], initial_alphabet=sorted(ALPHABET), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    names, merges = {character: i for i, character in enumerate(ALPHABET)}, []
-    for left, right in json.loads(tokenizer.to_str())["model"]["merges"]:
-        if left + right not in names:  # two pairs may join to one text; the second pair is left apart
-            names[left + right] = len(names)
-            merges.append(f"{left} {right}")
-    names[END] = len(names)
-    vocabulary = Vocabulary(names, merges, str(folder))
-    vocabulary.write(folder)
-    tokenizer = Tokenizer(models.BPE(names, [tuple(merge.split(" ")) for merge in merges]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False}
     config.update(dict.fromkeys(("bos_token", "eos_token", "unk_token"), END))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    vocabulary = open_vocabulary(folder)
+    vocabulary.write(folder)
     return vocabulary

@@ -463,7 +463,7 @@ def test_errors(case):
         ([good, "--train-bpe", 300], "--tokenizer does not go with --train-bpe; leave --tokenizer out"),
         (["--from-nanogpt", ".", "--workers", 2], "--workers does not go with --from-nanogpt; leave --workers out"),
         ([], "give INPUT or --from-nanogpt FOLDER"),
-        ([good, "--out", "good.txt/b"], "good.txt: File exists; free space, or give another --out"),
+        ([good, "--out", "good.txt/b"], "good.txt: File exists; free space, allow it, or give another"),
     ):
         case.refuse(expected, *words)
 
