@@ -41,47 +41,48 @@ def cleaned(text):
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def answer_of(record, name, choices, where):
-    answer = record[name]
-    if isinstance(answer, str) and answer.isascii() and answer.isdigit():
-        answer = int(answer)
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-        raise Problem(f'{where}: "{name}" is {json.dumps(record[name])}, and not a number from 0 to {len(choices) - 1}')
-    return answer
-
-
-def question_of(record, where):
-    """Returns (kind, context, choices, index of the right one) of a line."""
+def question_of(record):
+    """Returns (kind, context, choices, index of the right one) of a line. Raises ValueError with a reason."""
     fields = record.keys() if isinstance(record, dict) else set()
-    if not all(isinstance(record[name], list) for name in {"endings", "choices"} & fields):
-        raise TypeError  # of a text each letter would be a choice
+    kind = CHOICES
     if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
-        context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
-        choices, answer = [cleaned(ending) for ending in record["endings"]], "label"
+        texts = [record["activity_label"], record["ctx_a"], record["ctx_b"]]
+        choices, answer = record["endings"], record["label"]
     elif {"context", "choices", "answer"} <= fields:
-        context, choices, answer = record["context"], record["choices"], "answer"
+        texts, choices, answer = [record["context"]], record["choices"], record["answer"]
     elif "text" in fields:
-        context, _, word = record["text"].rpartition(" ")
-        return LAST_WORD, context, [word], 0
+        kind, texts, choices, answer = LAST_WORD, [record["text"]], [], 0
     else:
-        raise Problem(
-            f"{where}: there are neither context, choices and answer, nor text, nor HellaSwag's fields, but "
-            f"{', '.join(list(fields)[:8]) or 'no fields'}"
-        )
-    return CHOICES, context, choices, answer_of(record, answer, choices, where)
+        found = ", ".join(list(fields)[:8]) or "no fields"
+        raise ValueError(f"there are neither context, choices and answer, nor text, nor HellaSwag's fields, but {found}")
+    if not isinstance(choices, list) or not all(isinstance(text, str) for text in texts + choices):
+        raise ValueError("the context and each choice must be a text, and the choices a list")
+    if kind == LAST_WORD:
+        context, _, word = texts[0].rpartition(" ")
+        choices = [word]
+    elif len(texts) == 3:
+        context = cleaned(f"{texts[0]}: {texts[1]} {texts[2].capitalize()}")
+        choices = [cleaned(choice) for choice in choices]
+    else:
+        context = texts[0]
+    if not all(choices):
+        raise ValueError("a choice is an empty text")
+    if str(answer) not in map(str, range(len(choices))):  # HellaSwag has it as a text
+        raise ValueError(f"the right answer is {json.dumps(answer)}, and not a number from 0 to {len(choices) - 1}")
+    return kind, context, choices, int(answer)
 
 
-def encode_row(vocabulary, context, continuation, where):
+def encode_row(vocabulary, context, continuation):
     """Returns (tokens of the context, tokens of the continuation), split as the harness splits them."""
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
     if not context and vocabulary.end is None:
-        raise Problem(f"{where}: the context is empty, and bytes have no token to begin with")
+        raise ValueError("the context is empty, and bytes have no token to begin with")
     if not context:
         return [vocabulary.end], vocabulary.encode(continuation).tolist()
     whole, length = vocabulary.encode(context + continuation).tolist(), len(vocabulary.encode(context))
     if length >= len(whole):
-        raise Problem(f"{where}: no token is left for the continuation {json.dumps(continuation)}")
+        raise ValueError(f"no token is left for the continuation {json.dumps(continuation)}")
     return whole[:length], whole[length:]
 
 
@@ -92,16 +93,14 @@ class Questions:
         self.vocabulary, self.kind, self.longest = vocabulary, None, 0
         self.examples, self.rows, self.tokens = array.array("I"), array.array("I"), array.array("H")
 
-    def add(self, record, where):
-        kind, context, choices, answer = question_of(record, where)
+    def add(self, record):
+        kind, context, choices, answer = question_of(record)
         if self.kind not in (None, kind):
-            raise Problem(f"{where}: a question of another kind than those before; give each kind its own file")
-        if not isinstance(context, str) or not all(isinstance(choice, str) and choice for choice in choices):
-            raise Problem(f"{where}: the context and each choice must be a text, and a choice not an empty one")
+            raise ValueError("it is of another kind than those before; give each kind its own file")
         self.kind = kind
         self.examples.extend((len(choices), answer))
         for choice in choices:
-            row = encode_row(self.vocabulary, context, " " + choice, where)
+            row = encode_row(self.vocabulary, context, " " + choice)
             self.rows.extend((len(row[0]), len(row[1]), len(choice), len(choice.encode("utf-8"))))
             self.tokens.extend(row[0] + row[1])
             self.longest = max(self.longest, len(row[0]) + len(row[1]))
@@ -121,11 +120,9 @@ def read_questions(path, vocabulary):
     with reading(path) as file:
         for where, line in lines_of(unpacked(file), path, MAX_QUESTION):
             try:
-                questions.add(json.loads(line), where)
+                questions.add(json.loads(line))
             except (ValueError, RecursionError) as error:
                 raise Problem(f"{where}: not a question ({error}); give one JSON object a line") from None
-            except (TypeError, AttributeError):  # a number or null where a text or a list belongs
-                raise Problem(f"{where}: a field of this question is no text or no list; mend the line") from None
     if questions.kind is None:
         raise Problem(f"{path}: there is no question in it; give one JSON object a line")
     return questions
@@ -144,8 +141,7 @@ def sources(inputs):
         if not re.fullmatch(r"[\w-]+", name):
             raise Problem(f"{text}: give NAME=FILE.jsonl, where NAME has letters, digits, - and _ alone")
         if not os.path.isfile(path):
-            found = "not a" if os.path.exists(path) else "no such"
-            raise Problem(f"{path}: {found} file; give NAME=FILE.jsonl or one of {', '.join(PUBLIC)}")
+            raise Problem(f"{path}: no such file; give NAME=FILE.jsonl or one of {', '.join(PUBLIC)}")
         if name in names:
             raise Problem(f"{text}: another file is {name} too; give each its own NAME=FILE.jsonl")
         names.add(name)
@@ -162,10 +158,9 @@ def write_all(options):
         if target.exists() and not options.force:
             raise Problem(f"{target}: exists already; give another --out, or --force to replace it")
         questions = read_questions(path, vocabulary)
-        contents = questions.contents()
         folder.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".tmp")
-        partial.write_bytes(contents)
+        partial.write_bytes(questions.contents())
         os.replace(partial, target)
         say(
             f"{target}: {len(questions.examples) // 2:,} questions, {len(questions.rows) // 4:,} rows, "

@@ -111,14 +111,14 @@ def test_evaluation_errors(case):
     for i, (line, expected) in enumerate(
         (
             ("{", "line 1: not a question ("),
-            ("[1]", "line 1: there are neither context, choices and answer"),
-            ('{"context": "a", "choices": ["b", "c"], "answer": 2}', '"answer" is 2, and not a number from 0 to 1'),
-            ('{"context": "a", "choices": ["b", "c"], "answer": true}', '"answer" is true'),
-            ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
-            ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
-            ('{"context": "a", "choices": "bc", "answer": 0}', "line 1: a field of this question is no text or no list"),
-            ('{"text": null}', "line 1: a field of this question is no text or no list"),
-            ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
+            ("[1]", "line 1: not a question (there are neither context, choices and answer"),
+            ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer is 2, and not a number from 0 to 1"),
+            ('{"context": "a", "choices": ["b", "c"], "answer": true}', "answer is true"),
+            ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice is an empty text"),
+            ('{"context": 5, "choices": ["b"], "answer": 0}', "the context and each choice must be a text, and"),
+            ('{"context": "a", "choices": "bc", "answer": 0}', "must be a text, and the choices a list"),
+            ('{"text": null}', "must be a text, and the choices a list"),
+            ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: not a question (it is of another"),
             ("", "there is no question in it"),
             (json.dumps({"text": "a " * 600000}), "line 1: longer than 1 MiB"),
         )
@@ -235,7 +235,7 @@ def test_vocabulary_errors(case):
         (json.dumps({**usual, "pre_tokenizer": {"type": "Whitespace"}}), "tokenizer.json: holds no tokenizer of GPT-2's kind"),
         (json.dumps({**usual, "normalizer": {"type": "NFC"}}), "tokenizer.json: holds no tokenizer of GPT-2's kind"),
         (json.dumps({**usual, "model": {"type": "WordPiece"}}), "tokenizer.json: holds no tokenizer of GPT-2's kind"),
-        (json.dumps({**usual, "model": {**usual["model"], "dropout": 0.1}}), "tokenizer.json: holds no tokenizer of GPT-2's kind"),
+        (json.dumps({**usual, "model": {**usual["model"], "dropout": 0.1}}), "holds no tokenizer of GPT-2's kind"),
         (json.dumps({**usual, "added_tokens": [{"content": "a b", "id": 1}]}), '"a b" has white space within it'),
     ):
         case.write("tokenizer.json", contents)
