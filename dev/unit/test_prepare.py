@@ -151,19 +151,6 @@ def joined(documents):
     return "".join(f"<|endoftext|>\n{document}\n" for document in documents)
 
 
-def test_round_trip(case):
-    documents = [sample(i, 400) for i in range(40)]
-    corpus = case.prepare(case.write("a.txt", joined(documents)), "--val-fraction", 0.2)
-    documents = [document + "\n" for document in documents]
-    val, train = corpus.documents("val"), corpus.documents("train")
-    assert train == [document for document in documents if document not in val] and len(val) == 8
-    assert sorted(val + train) == sorted(documents) and val != [document for document in documents if document in val]
-    assert corpus.meta["vocabulary"] == case.vocabulary and corpus.meta["version"] == 1
-    assert corpus.meta["tokenizer"] == "gpt2" and corpus.meta["sources"] == ["a.txt"]
-    corpus = case.prepare(case.write("m.txt", "the the\n"), "--val", "a.txt", out="merged")
-    assert [corpus.text.get(t) for t in corpus.tokens("train")] == [None, b"t", b"he", b" the", b"\n"]
-
-
 SEPARATED = "one<|endoftext|>two <|endoftext|>\r\nthree\n<|endoftext|>\n\nfour<|endoftext|> \n <|endoftext|><|endoftext|>"
 THREE, ROWS = ["one", "two ", "three\n", "\nfour"], [{"text": "the"}, {"n": 1, "text": ""}, {"text": "x<|endoftext|>y"}]
 LINES, ARRAY = "\n\n".join(map(json.dumps, ROWS)), json.dumps(ROWS, indent=1)
@@ -194,8 +181,8 @@ def test_formats(case):
         said = ['1 that cannot be used: a.PARQUET: row 2: field "text" is not a text\n'] if name == "a.PARQUET" else []
         corpus = case.prepare(name, "--val", val, "--force", said=said)
         assert (corpus.documents("train"), corpus.documents("val")) == (documents, ["validation"]), name
-    body = case.write("body.jsonl", '{"body": "the"}')
-    assert case.prepare(body, "--val", val, "--field", "body", out="body").documents("train") == ["the"]
+    body = case.prepare(case.write("body.jsonl", '{"body": "the the\\n"}'), "--val", val, "--field", "body", out="body")
+    assert [body.text.get(token) for token in body.tokens("train")] == [None, b"t", b"he", b" the", b"\n"]
     case.refuse('there is no field "body" but id, text', "a.PARQUET", "--field", "body")
     case.refuse('row 1: field "id" is not a text', "a.PARQUET", "--field", "id")
     case.refuse("cannot be read", case.write("b.parquet", "text"))
@@ -237,8 +224,12 @@ def test_validation_is_of_all_inputs(case):
     case.write("a.txt", joined(texts["a"]))
     case.write("b.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts["b"]))
     case.write("c.json.xz", json.dumps([{"text": text} for text in texts["c"]], indent=1))
-    inputs = ("a.txt", "b.jsonl", "c.json.xz")
-    val = case.prepare(*inputs, "--val-fraction", 0.2).documents("val")
+    inputs, everything = ("a.txt", "b.jsonl", "c.json.xz"), [text + "\n" for text in texts["a"]] + texts["b"] + texts["c"]
+    corpus = case.prepare(*inputs, "--val-fraction", 0.2)
+    val, train = corpus.documents("val"), corpus.documents("train")
+    assert sorted(val + train) == sorted(everything) and train == [text for text in everything if text not in val]
+    assert corpus.meta["vocabulary"] == case.vocabulary and corpus.meta["version"] == 1
+    assert corpus.meta["tokenizer"] == "gpt2" and corpus.meta["sources"] == [*inputs]
     names = [text[0] for text in val]
     assert {name: names.count(name) for name in "abc"} == dict.fromkeys("abc", 12), names
     assert len(set(names[:12])) == 3 and names != sorted(names), names
