@@ -285,43 +285,33 @@ void dataset_close(Dataset* data) {
     *data = (Dataset){.path = "", .tokenizer = ""};
 }
 
-// Continues the checksum with the tokens of one file: all of them, or 64 blocks.
-static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
-    enum { BLOCK = 4096, BLOCKS = 64 };
-    int64_t bytes = file->tokens * file->width, first = file->first * file->width;
-    *crc = crc32c(*crc, &bytes, sizeof(bytes));
-    all = all || bytes <= BLOCK * BLOCKS;
-    char block[BLOCK];
-    for (int64_t i = 0; all ? i * BLOCK < bytes : i < BLOCKS; i++) {
-        int64_t at = all ? i * BLOCK : (bytes - BLOCK) * i / (BLOCKS - 1), left = bytes - at;
-        int64_t size = left < BLOCK ? left : BLOCK;
-        if (!file_read_at(file->descriptor, file->path, block, file->begin + first + at, size, error)) return false;
-        *crc = crc32c(*crc, block, size);
-    }
-    return true;
-}
-
 bool dataset_fingerprint(Dataset* data, char* error) {
+    enum { BLOCK = 4096, BLOCKS = 64 };
+    const bool whole = data->tokens * (data->bytes ? 1 : 2) <= 256 << 20;
+    char block[BLOCK];
     data->crc = 0;
-    bool all = data->tokens * (data->bytes ? 1 : 2) <= 256 << 20;
     for (int i = 0; i < data->files; i++) {
-        if (!file_fingerprint(&data->file[i], all, &data->crc, error)) return false;
+        const DatasetFile* file = &data->file[i];
+        const int64_t bytes = file->tokens * file->width, first = file->begin + file->first * file->width;
+        const bool all = whole || bytes <= BLOCK * BLOCKS;
+        data->crc = crc32c(data->crc, &bytes, sizeof(bytes));
+        for (int64_t n = 0; all ? n * BLOCK < bytes : n < BLOCKS; n++) {
+            const int64_t at = all ? n * BLOCK : (bytes - BLOCK) * n / (BLOCKS - 1), left = bytes - at;
+            const int64_t size = left < BLOCK ? left : BLOCK;
+            if (!file_read_at(file->descriptor, file->path, block, first + at, size, error)) return false;
+            data->crc = crc32c(data->crc, block, size);
+        }
     }
     return true;
-}
-
-static bool files_overlap(const DatasetFile* a, const DatasetFile* b) {
-    struct stat one, other;
-    if (a->first >= b->first + b->tokens || b->first >= a->first + a->tokens) return false;
-    return fstat(a->descriptor, &one) == 0 && fstat(b->descriptor, &other) == 0 && one.st_dev == other.st_dev &&
-           one.st_ino == other.st_ino;
 }
 
 bool dataset_overlap(const Dataset* a, const Dataset* b) {
-    for (int i = 0; i < a->files; i++) {
-        for (int j = 0; j < b->files; j++) {
-            if (files_overlap(&a->file[i], &b->file[j])) return true;
-        }
+    for (int64_t i = 0; i < (int64_t)a->files * b->files; i++) {
+        const DatasetFile *one = &a->file[i / b->files], *other = &b->file[i % b->files];
+        struct stat status[2];
+        if (one->first >= other->first + other->tokens || other->first >= one->first + one->tokens) continue;
+        if (fstat(one->descriptor, &status[0]) != 0 || fstat(other->descriptor, &status[1]) != 0) continue;
+        if (status[0].st_dev == status[1].st_dev && status[0].st_ino == status[1].st_ino) return true;
     }
     return false;
 }

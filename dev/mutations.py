@@ -98,7 +98,7 @@ ROWS = [
     ("data/files.c", "if (ok && rename(name, path) != 0) {", "if (ok && link(name, path) != 0) {", "data_files",
      ["data/files"]),
     ("data/loader.c", "while (file < end && within >= (file->tokens - 1) / T) within",
-     "while (file < end && within >= file->tokens / T) within", "data_loader_split", ["data/loader"]),
+     "while (file < end && within >= file->tokens / T) within", "data_loader_files", ["data/loader"]),
     ("data/report.c", "known ? loss / log(2.0) / bytes_per_token : NAN", "known ? loss * log(2.0) / bytes_per_token : NAN",
      "cli_run", ["data/report"]),
     ("data/tokenizer.c", "while (point >= *run >> 2) point", "while (point > *run >> 2) point", "corpus_every", ["data/tokenizer"]),
