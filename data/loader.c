@@ -112,12 +112,13 @@ static bool tokens_open(DatasetFile* file, const char* path, DataFormat format, 
         return !wrong || data_error(error, "%s %s", path, wrong);
     }
     file->tokens = size, file->width = 1;
-    if (format == DATA_AUTO && !content_is_text(file->descriptor, size, path, error)) return false;
-    if (format == DATA_BYTES || (format == DATA_AUTO && !text_ends(path, ".bin"))) return true;
-    return data_error(error,
+    if (format == DATA_BYTES) return true;
+    if (!content_is_text(file->descriptor, size, path, error)) return false;
+    return !text_ends(path, ".bin") ||
+           data_error(error,
                       "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
-                      "type --data-format %s to train on it as a text",
-                      path, header[0], SHARD_MAGIC, format == DATA_AUTO ? "bytes" : "auto");
+                      "type --data-format bytes to train on it as a text",
+                      path, header[0], SHARD_MAGIC);
 }
 
 static void file_close(DatasetFile* file) {
@@ -249,9 +250,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
 static bool open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
     const bool val = part == DATASET_VALIDATION && *source->val;
     const char* path = val ? source->val : source->data;
-    const DataFormat format = strcmp(source->format, "bytes") == 0    ? DATA_BYTES
-                              : strcmp(source->format, "shards") == 0 ? DATA_SHARDS
-                                                                      : DATA_AUTO;
+    const DataFormat format = strcmp(source->format, "bytes") == 0 ? DATA_BYTES : DATA_AUTO;
     if (!*path) {
         return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error);
     }

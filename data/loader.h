@@ -26,8 +26,8 @@ typedef struct {
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
-// The contents of the files. AUTO: a shard if a file begins like one, else text as bytes.
-typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS } DataFormat;
+// The contents of the files. AUTO: a shard if a file begins like one, else text as bytes. BYTES: any other file too.
+typedef enum { DATA_AUTO, DATA_BYTES } DataFormat;
 
 // Opens a folder, file or glob. prepare.py writes the parts of a folder as train_*.bin and val_*.bin. Elsewhere the
 // last `validation_fraction` of each file is the validation part, at least one window of T+1 tokens in all, and the

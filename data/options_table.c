@@ -10,7 +10,7 @@
 // Only the first row of a group names it.
 const Option OPTIONS[] = {
     {"data", TEXT(data), "", 0, 0, "PATH", "data", "prepared folder, shard, glob or any file; none: built-in text"},
-    {"data-format", CHOICE(data_format), "auto", 0, 0, "auto|bytes|shards", "",
+    {"data-format", CHOICE(data_format), "auto", 0, 0, "auto|bytes", "",
      "what --data and --val hold; auto: shards or text; bytes: any file that is no shard"},
     {"val", TEXT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
     {"val-fraction", REAL(val_fraction), "0.05", 0.0001, 0.5, "F", "", "share of the data for validation"},

@@ -92,7 +92,7 @@ ROWS = [
     ("data/checkpoint.c", "whole = whole && crc32c(0, text,", "whole = whole || crc32c(0, text,", "cli_damaged_checkpoint",
      ["data/checkpoint"]),
     ("data/loader.c", "shuffle_index(loader->seed, n / windows, n % windows, windows)", "shuffle_index(loader->seed, 0, n % windows, windows)", "data_loader_order", ["data/loader"]),
-    ("data/tokenizer.c", "tokenizer->token[joined].rank == 0) tokenizer->token[joined].rank = rank;", "true) tokenizer->token[joined].rank = 100000 - rank;", "tokenizer",
+    ("data/tokenizer.c", "tokenizer->token[joined].rank == 0) tokenizer->token[joined].rank = rank;", "true) tokenizer->token[joined].rank = 100000 - rank;", "corpus_every",
      ["data/tokenizer"]),
     ("data/safetensors.c", "if (tensors[i].at != at)", "if (tensors[i].at < at)", "data_malformed", ["data/safetensors"]),
     ("data/files.c", "if (ok && rename(name, path) != 0) {", "if (ok && link(name, path) != 0) {", "data_files",

@@ -157,7 +157,7 @@ static void fuzz_shards(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "";
     if (input.count < 2) return;
     const int kind = (unsigned char)input.bytes[0] % 3, T = 1 + (unsigned char)input.bytes[1] % 16;
-    const DataFormat format = (DataFormat)((unsigned char)input.bytes[0] / 64);
+    const DataFormat format = (DataFormat)((unsigned char)input.bytes[0] / 128);
     input.bytes += 2, input.count -= 2;
     if (kind == 2) put("shards/meta.json", take(&input));
     for (int i = kind; i < (kind == 2 ? 4 : kind + 1); i++) put(names[i], input);

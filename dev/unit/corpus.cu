@@ -55,6 +55,12 @@ DATA_TEST(corpus_every_character) {
         expect(got == want, "the words around U+%04X to U+%04X are not tiktoken's", first, first + BLOCK - 1);
     }
     expect(blocks == 0x110000 / BLOCK, "%d blocks", blocks);
+    // Of two merges that want the same byte, the earlier one in merges.txt counts: \xA9 and a, not a and \xC3.
+    const int joined = tokenizer_encode(tokenizer,
+                                        "\xC3\xA9"
+                                        "a\xC3\xA9",
+                                        5, tokens, BYTES);
+    expect(joined == 4 && tokens[1] == 256 + (0xA9 - 128) * 2 + 1, "%d tokens, %d", joined, tokens[1]);
     // Any bytes come back, of whatever script or none at all.
     uint64_t state = 7;
     for (int i = 0; i < 300; i++) {
@@ -120,7 +126,6 @@ DATA_TEST(corpus_content) {
             expect(!*refusal(count, DATA_BYTES), "%s", error);
         }
     }
-    expect(strstr(refusal(3, DATA_SHARDS), "type --data-format auto"), "%s", error);
     memset(bytes, 'a', BYTES);
     for (int i = 3000; i < BYTES; i += 5000) bytes[i] = 0;
     expect(!*refusal(BYTES, DATA_AUTO), "stray NULs: %s", error);
