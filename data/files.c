@@ -220,23 +220,17 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
 
 FILE* log_open(const char* path, char* error) {
     struct stat status;
-    const int flags = O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-    int descriptor = open(path, flags, 0666);
-    if (descriptor < 0 && errno == ELOOP) {
-        return data_error(error, "%s is a link, which is not followed; remove it, or name another folder", path), NULL;
-    }
+    const int descriptor = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
     if (descriptor < 0) {
         data_error(error, "%s cannot be written: %s; %s", path, strerror(errno),
                    errno == EMFILE ? "type ulimit -n 1024 first" : "name a folder that is writable");
         return NULL;
     }
-    bool ok = (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) ||
-              data_error(error, "%s is not a regular file; remove it, or name another folder", path);
-    const int64_t bytes = ok ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
-    ok = bytes >= 0 && (bytes == status.st_size || ftruncate(descriptor, bytes) == 0);
+    const bool known = fstat(descriptor, &status) == 0;
+    const int64_t bytes = known ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
+    const bool ok = bytes >= 0 && (bytes == status.st_size || ftruncate(descriptor, bytes) == 0);
     FILE* file = ok ? fdopen(descriptor, "a") : NULL;
-    if (bytes >= 0 && !file) data_error(error, "%s cannot be written: %s", path, strerror(errno));
-    if (!file) close(descriptor);
+    if (!file) data_error(error, "%s cannot be written: %s", path, strerror(errno)), close(descriptor);
     return file;
 }
 

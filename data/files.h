@@ -51,7 +51,7 @@ bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t
 bool file_sync(int descriptor, const char* path, char* error);
 // Writes to `path.tmp`, syncs it, renames it to `path`, and syncs the folder.
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
-// Opens a log for appending, or creates it. Cuts off a half-written last line. Refuses links and special files.
+// Opens a log for appending, or creates it. Cuts off a half-written last line.
 FILE* log_open(const char* path, char* error);
 
 // Makes a folder and its parents. An existing folder is ok, an existing file of that name is an error.

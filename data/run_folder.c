@@ -83,10 +83,7 @@ static bool tokenizer_take(RunFolder* run, bool bytes) {
     }
     if (bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
     if (!*sources[0]) return true;
-    int64_t size;
-    const char* path = path_in(sources[0], "config.json");
-    SCOPED char* text = file_read(path, &size, error);
-    run->config = text ? json_parse(text, size, path, error) : NULL;
+    run->config = json_read(path_in(sources[0], "config.json"), error);
     return run->config != NULL;
 }
 
@@ -98,9 +95,7 @@ bool run_folder_make(RunFolder* run, bool bytes) {
         if (!folder_name(run, run->options->model, error)) return false;
         *name = text_copy(run->path);
     }
-    if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
-        return data_error(error, "the path %s is too long; name a shorter one", *name);
-    }
+    snprintf(run->path, sizeof(run->path), "%s", *name);
     if (!folder_make(run->path, error)) return data_error(error, "--run %s: %s; name another one", run->path, error);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // log.txt comes first: if it cannot be opened, there is no log.jsonl yet, which would make this a run's folder.
