@@ -67,23 +67,27 @@ void plain_logits(float* logits, const DecodeShape* s, const Weights* w, const i
     matmul_forward_cpu(logits, nullptr, normed + (T - 1) * C, w->values[0], nullptr, 1, s->C, s->Vp);
 }
 
-// A decoder over weights on a device, and the logits that it had after each step.
+// A decoder over weights on a device, and the logits that it had after each step. In parts, only the last two parts of
+// the weights that were asked for hold their values.
 struct Sampler {
     const Device* dev;
+    const DecodeShape* shape;
+    const Weights* weights;
     Room room;
     Decoder decoder;
     std::vector<const void*> tensors;
     float* logits;  // (length, S, Vp) of all steps, or NULL
     int steps = 0;
     int stop_at = -1;  // ends the text that draws this token; -1: none
+    int last[2] = {-1, -1};
 
     Sampler(const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S, const DrawOptions* draw,
-            int64_t keep_steps)
-        : dev(dev), room(dev) {
+            int64_t keep_steps, bool in_parts = false)
+        : dev(dev), shape(s), weights(w), room(dev) {
         for (int i = 0; i < w->count; i++)
             tensors.push_back(fp32 ? (void*)room.to_device(w->values[i], w->size[i]) : rounded(w, i));
         logits = keep_steps ? room.host<float>(keep_steps * S * s->Vp) : nullptr;
-        const DecodeCalls calls = {this, nullptr, next, nullptr};
+        const DecodeCalls calls = {this, in_parts ? need : nullptr, next, nullptr};
         decode_open(&decoder, dev, s, fp32, tensors.data(), S, draw, &calls, nullptr);
     }
 
@@ -94,6 +98,17 @@ struct Sampler {
         bf16* values = staged.host<bf16>(w->size[i]);
         for (int64_t j = 0; j < w->size[i]; j++) values[j] = from_float<bf16>(w->values[i][j]);
         return room.to_device(values, w->size[i]);
+    }
+
+    static void need(void* context, int part) {
+        Sampler* s = (Sampler*)context;
+        if (part != s->last[1]) s->last[0] = s->last[1], s->last[1] = part;
+        for (int i = 0; i < s->weights->count; i++) {
+            const int L = s->shape->L, block = (i - 2) / DECODE_TENSORS, own = i < 2 ? L : block < L ? block : L + 1;
+            const std::vector<float> none(s->weights->size[i], NAN);
+            const bool there = own == s->last[0] || own == s->last[1];
+            copy_to_device(s->dev, (void*)s->tensors[i], there ? s->weights->values[i] : none.data(), none.size() * 4);
+        }
     }
 
     static bool next(void* context, int* tokens, int count) {
@@ -156,6 +171,26 @@ TEST(sampling_cache_changes_no_bit) {
                    texts[i].tokens[used], token);
             if (test->failures) break;
         }
+    }
+}
+
+// Weights that are decoded or gathered a part at a time give the same text, of a model of one layer too.
+TEST_BOTH(sampling_weights_in_parts) {
+    const Device dev = test_device(gpu);
+    for (int layers : {2, 1}) {
+        DecodeShape shape = SMALL;
+        shape.L = layers;
+        Weights w(&shape, false, 8);
+        const DrawOptions draw = {0.9, 20, 3};
+        DecodeText texts[2];
+        for (bool in_parts : {false, true}) {
+            Sampler sampler(&dev, &shape, &w, true, 1, &draw, 0, in_parts);
+            texts[in_parts] = text_begin(&w.room, 30, 0);
+            decode_texts(&sampler.decoder, &texts[in_parts], 1, 20);
+        }
+        const int at = text_difference(&texts[0], &texts[1]);
+        expect(at < 0, "%d layers: the texts differ from token %d on", layers, at);
+        expect(texts[0].used == 50, "%d layers: %lld tokens", layers, (long long)texts[0].used);
     }
 }
 
