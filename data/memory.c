@@ -9,7 +9,7 @@
 
 enum {
     STACK_BYTES = 3 << 18,  // about twice what any path through the program uses
-    BEGIN_BYTES = 16 << 20  // more than the libraries take at their start
+    BEGIN_BYTES = 32 << 20  // more than is taken until the last thread has begun
 };
 
 static const char* checkpoint = "";  // global, since callers of memory_missing know nothing of the run
