@@ -7,7 +7,7 @@
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun's and by Slurm's variables;
 #                            without a GPU over the tests' stand-in for NCCL
 # Speed and loss have commands of their own (README.md), such as ./build/dev/optim --csv FILE, or for a part of a study
-#   python3 dev/compare/run.py dev/compare/sweeps/d6.toml --out build/d6 --budget 480 --no-check --no-report
+#   python3 dev/compare/run.py dev/compare/sweeps/d6.toml --out build/d6 --budget 480 --no-report
 # where build/d6 holds the runs.jsonl of dev/compare/results/d6, or they are repeated.
 set -u -o pipefail
 cd "$(dirname "$0")/.." || exit

@@ -22,7 +22,7 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-from problem import Parser, Problem, answered, installs, regular, say
+from problem import Parser, Problem, answered, installs, say
 from runlog import RunLog, numbers
 
 try:
@@ -62,7 +62,7 @@ def points(records, axis, field, path):
 def study_lines(path, name, axis):
     """Returns [({step: (x, validation loss)}, [], {}), ...] of a configuration, one a seed."""
     try:
-        records = [json.loads(line) for line in Path(regular(path)).read_text("utf-8").splitlines()]
+        records = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
         mine = [record for record in records if record["name"] == name and record["status"] == "done"]
         if not mine:
             raise Problem(f"{path}: no run of {name!r} is done in it; it has {', '.join(dict.fromkeys(r['name'] for r in records))}")
@@ -154,7 +154,7 @@ def draw_runs(options):
 def draw_shares(path):
     """Returns a figure of the CSV of dev/optim."""
     try:
-        with open(regular(path), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         if not rows:
             raise ValueError("it holds no rows")

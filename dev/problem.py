@@ -1,7 +1,6 @@
 """How the scripts of this folder report a mistake: in one sentence that begins with their name, with exit status 2."""
 
 import argparse
-import errno
 import os
 import shlex
 import sys
@@ -10,13 +9,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from messages import Problem, say
-
-
-def regular(path):
-    """Returns the path. Raises OSError for a pipe or a device, whose reader could wait for ever."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path
 
 
 def write_whole(path, contents):

@@ -14,8 +14,6 @@ import mmap
 import os
 from pathlib import Path
 
-from problem import regular
-
 KINDS = {
     "train": "loss",
     "val": "loss",
@@ -63,7 +61,7 @@ class RunLog:
     def poll(self, whole=False):
         """Takes in what was written since the last call; `whole`: also a last line without its end, if it is JSON.
         Returns whether there was any. Raises OSError without a log."""
-        with open(regular(self.path), "rb") as file:
+        with open(self.path, "rb") as file:
             if os.fstat(file.fileno()).st_size < self.offset:  # another file has the name now
                 self.forget()
             file.seek(self.offset)

@@ -102,36 +102,39 @@ class Run:
         self.loss = train[-1]["loss"]
 
 
-def numbers(name, texts):
-    """Returns the numbers, each of which is 1 or more."""
-    if not all(re.fullmatch(r"0*[1-9]\d*", text) for text in texts):
-        raise Problem(f"{name} wants numbers of 1 or more")
-    return [int(text) for text in texts]
+def counts(text):
+    """Reads `1,2,4`."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text}: write numbers of 1 or more, such as 1,2,4")
+    return [int(number) for number in text.split(",")]
+
+
+def sizes(text):
+    """Reads `gpt2:64:1,gpt2:64:4`."""
+    parts = [size.split(":") for size in text.split(",")]
+    if not all(re.fullmatch(r"[^:]+(:[1-9]\d*){2}", size) for size in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1")
+    return [(model, int(batch), int(micro_batches)) for model, batch, micro_batches in parts]
 
 
 def options_read():
     parser = Parser(prog="scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
-    parser.add_argument("--gpus", help="default: those of 1, 2, 4 and 8 that there are")
+    parser.add_argument("--sizes", type=sizes, default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
+    parser.add_argument("--gpus", type=counts, help="default: those of 1, 2, 4 and 8 that there are")
     parser.add_argument("--shard", default="none,states,grads,weights")
     for name, usual in (("steps", 20), ("skip", 6), ("seq", 1024)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--trainer", default=ROOT / "train")
     options, options.more = parser.parse_known_args()
-    counts = numbers(f"--gpus {options.gpus}", (options.gpus or "1,2,4,8").split(","))
     if not 0 <= options.skip < options.steps:
         raise Problem(f"--skip {options.skip} leaves none, or too many, of --steps {options.steps}")
-    sizes = [text.split(":") for text in options.sizes.split(",")]
-    if any(len(size) != 3 for size in sizes):
-        raise Problem(f"--sizes {options.sizes}: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1")
-    options.sizes = [(model, *numbers(f"--sizes {options.sizes}", size)) for model, *size in sizes]
     if not os.access(options.trainer, os.X_OK):
         raise Problem(f"--trainer {options.trainer} is not there, or no program; type `make`")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     options.names = visible.split(",") if visible else ask_gpus("index")
-    options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
+    options.counts = options.gpus or [count for count in (1, 2, 4, 8) if count <= len(options.names)]
     if max(options.counts) > len(options.names):
-        raise Problem(f"--gpus {options.gpus}: this machine shows {len(options.names)}")
+        raise Problem(f"--gpus with {max(options.counts)}: this machine shows {len(options.names)}")
     return options
 
 

@@ -1,10 +1,13 @@
-// The page of dev/watch.py. Every second it asks for what the logs have gained, keeps all records as columns, and draws of
-// each curve what is in sight, thinned to the smallest and largest value of POINTS stretches, so that spikes stay.
+// The page of dev/watch.py. Every second it asks for what the logs have gained, keeps all records, and draws of each curve
+// what is in sight, thinned to the smallest and largest value of POINTS stretches, so that spikes stay.
 "use strict";
 const COLOURS = /*COLOURS*/[];
 const POINTS = 1000, EVERY_MS = 1000;
 const element = (id) => document.getElementById(id);
-const runs = new Map(); // name -> {summary, columns: {kind: {field: [...]}}, changes, shown, colour, curves}
+const runs = new Map(); // name -> {summary, records: {kind: [...]}, changes, shown, colour, curves}
+const recordsOf = (run, kind) => run.records[kind] || [];
+const lastOf = (run, kind) => recordsOf(run, kind).at(-1) || {};
+const numbersOf = (records, field, factor = 1) => records.map((record) => (record[field] ?? NaN) * factor);
 const figures = {};
 let range; // of all figures' horizontal axis
 
@@ -109,54 +112,48 @@ function fill(made, run, x, y) {
   made.glyph.visible = run.shown;
 }
 
-function numbersOf(values, factor = 1) {
-  return values.map((value) => (value === null ? NaN : value * factor));
-}
-
 function drawCurve(run, figure) {
-  const { kind, field, factor, id } = figure.about, columns = run.columns[kind], axis = element("axis").value;
-  if (!columns || !columns[field]) return;
+  const { kind, field, factor, id } = figure.about, records = recordsOf(run, kind);
+  if (!records.length) return;
   const colour = run.colour, width = 2 ** Number(element("smooth").value);
-  let y = numbersOf(columns[field], factor);
+  const x = numbersOf(records, element("axis").value);
+  let y = numbersOf(records, field, factor);
   if (id === "loss" && width > 1) {
-    fill(curve(run, figure, " unsmoothed", { color: colour, line_alpha: 0.2, line_width: 1 }), run, columns[axis], y);
+    fill(curve(run, figure, " unsmoothed", { color: colour, line_alpha: 0.2, line_width: 1 }), run, x, y);
     y = smoothed(y, width);
   } else if (id === "loss" && run.curves.has("loss  unsmoothed")) {
     run.curves.get("loss  unsmoothed").glyph.visible = false;
   }
-  fill(curve(run, figure, "", { color: colour, line_width: 1.2, line_alpha: 0.9 }), run, columns[axis], y);
-  if (id === "memory") fill(curve(run, figure, " at", { color: colour, size: 6, marker: "circle" }), run, columns[axis], y);
+  fill(curve(run, figure, "", { color: colour, line_width: 1.2, line_alpha: 0.9 }), run, x, y);
+  if (id === "memory") fill(curve(run, figure, " at", { color: colour, size: 6, marker: "circle" }), run, x, y);
 }
 
 // A line, and a dot at each of its points.
-function drawDotted(run, figure, name, x, y, look) {
+function drawDotted(run, figure, name, records, y, look) {
+  const x = numbersOf(records, element("axis").value);
   fill(curve(run, figure, " " + name, { color: run.colour, ...look }), run, x, y);
   fill(curve(run, figure, ` ${name} at`, { color: run.colour, size: 5, marker: "circle" }), run, x, y);
 }
 
 function drawEvaluations(run) {
-  const columns = run.columns.eval, axis = element("axis").value, dashes = ["solid", "dashed", "dotted", "dotdash"];
-  if (!columns || !columns.name) return;
-  const y = numbersOf(columns.name.map((_, i) => columns.acc_norm?.[i] ?? columns.acc?.[i] ?? null));
-  [...new Set(columns.name)].forEach((task, place) => {
-    const of = [...columns.name.keys()].filter((i) => columns.name[i] === task);
+  const all = recordsOf(run, "eval"), dashes = ["solid", "dashed", "dotted", "dotdash"];
+  [...new Set(all.map((record) => record.name))].forEach((task, place) => {
+    const its = all.filter((record) => record.name === task);
     const look = { line_width: 1.5, line_dash: dashes[place % dashes.length] };
-    drawDotted(run, figures.eval, task, of.map((i) => columns[axis][i]), of.map((i) => y[i]), look);
+    drawDotted(run, figures.eval, task, its, its.map((record) => record.acc_norm ?? record.acc ?? NaN), look);
   });
 }
 
 function draw(run) {
   FIGURES.filter((about) => about.id !== "eval").forEach((about) => drawCurve(run, figures[about.id]));
-  const val = run.columns.val;
-  if (val?.loss) drawDotted(run, figures.loss, "validation", val[element("axis").value], numbersOf(val.loss), { line_width: 2.2 });
+  const val = recordsOf(run, "val");
+  drawDotted(run, figures.loss, "validation", val, numbersOf(val, "loss"), { line_width: 2.2 });
   drawEvaluations(run);
 }
 
 function drawAll() {
-  for (const [kind, id] of [["eval", "eval"], ["memory", "memory"]]) {
-    figures[id].box.hidden = ![...runs.values()].some((run) => run.columns[kind]?.step?.length);
-  }
-  const ratios = [...runs.values()].map((run) => run.summary.last.val).filter((val) => val?.bpb).map((val) => val.loss / val.bpb);
+  for (const kind of ["eval", "memory"]) figures[kind].box.hidden = ![...runs.values()].some((run) => recordsOf(run, kind).length);
+  const ratios = [...runs.values()].map((run) => lastOf(run, "val")).filter((val) => val.bpb).map((val) => val.loss / val.bpb);
   figures.bytes.box.hidden = !(Math.max(...ratios) > 1.01 * Math.min(...ratios));
   for (const run of runs.values()) draw(run);
 }
@@ -168,7 +165,7 @@ function text(tag, content, className = "") {
   return made;
 }
 
-const shown = (value, digits = 4) => (value === null || value === undefined ? "–" : Number(value).toFixed(digits));
+const shown = (value, digits = 4) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 const large = (value) => (value ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value) : "–");
 const gib = (value) => (value ? (value * 2 ** -30).toFixed(2) + " GiB" : "–");
 const ago = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`);
@@ -177,10 +174,10 @@ function listRuns() {
   const rows = [...runs.values()].map((run) => {
     const row = text("div", "", "run"), its = run.summary, swatch = text("span", "", "swatch"), words = text("div", "");
     swatch.style.background = run.shown ? run.colour : "#ddd";
-    const last = its.last.train || {}, total = its.steps ? ` of ${its.steps}` : "";
+    const last = lastOf(run, "train"), total = its.steps ? ` of ${its.steps}` : "";
     words.append(
       text("div", run.name),
-      text("div", `step ${last.step ?? 0}${total}, loss ${shown(last.loss)}, validation ${shown(its.last.val?.loss)}`, "facts"),
+      text("div", `step ${last.step ?? 0}${total}, loss ${shown(last.loss)}, validation ${shown(lastOf(run, "val").loss)}`, "facts"),
       text("div", `${large(last.tok_s)} tokens/s, written ${ago(its.age_s)} ago` +
         (last.skipped ? `, ${last.skipped} skipped` : "") + (its.resumes ? `, resumed ${its.resumes} x` : ""), "facts"));
     if (its.bad) words.append(text("div", its.bad, "facts"));
@@ -195,23 +192,20 @@ function listRuns() {
 function compare() {
   const chosen = [...runs.values()].filter((run) => run.shown), rows = [["", ...chosen.map((run) => run.name)]];
   const add = (name, value) => rows.push([name, ...chosen.map(value)]);
-  add("validation loss", (run) => shown(run.summary.last.val?.loss));
-  add("lowest validation loss", (run) => shown(run.columns.val?.loss?.reduce((a, b) => (b !== null && b < a ? b : a), Infinity)));
-  add("bits per byte", (run) => shown(run.summary.last.val?.bpb));
-  const tasks = new Set(chosen.flatMap((run) => run.columns.eval?.name || []));
+  add("validation loss", (run) => shown(lastOf(run, "val").loss));
+  add("lowest validation loss", (run) => shown(recordsOf(run, "val").reduce((low, val) => Math.min(low, val.loss ?? Infinity), Infinity)));
+  add("bits per byte", (run) => shown(lastOf(run, "val").bpb));
+  const tasks = new Set(chosen.flatMap((run) => recordsOf(run, "eval").map((record) => record.name)));
+  const scores = (run, task) => recordsOf(run, "eval").findLast((record) => record.name === task) || {};
+  const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
+  for (const task of tasks) add(task, (run) => percent(scores(run, task).acc_norm ?? scores(run, task).acc));
   for (const task of tasks) {
-    add(task, (run) => {
-      const at = (run.columns.eval?.name || []).lastIndexOf(task), its = run.columns.eval;
-      return at < 0 ? "–" : `${(100 * (its.acc_norm?.[at] ?? its.acc?.[at])).toFixed(1)} %`;
-    });
-  }
-  for (const task of tasks) {
-    const perplexity = (run) => run.columns.eval?.perplexity?.[run.columns.eval.name.lastIndexOf(task)];
+    const perplexity = (run) => scores(run, task).perplexity;
     if (chosen.some((run) => perplexity(run) > 0)) add(`${task}, perplexity`, (run) => (perplexity(run) > 1e4 ? large(perplexity(run)) : shown(perplexity(run), 2)));
   }
-  add("tokens a second", (run) => large(run.summary.last.train?.tok_s));
-  add("memory", (run) => gib(run.summary.last.memory?.used_bytes));
-  add("skipped steps", (run) => String(run.summary.last.train?.skipped ?? "–"));
+  add("tokens a second", (run) => large(lastOf(run, "train").tok_s));
+  add("memory", (run) => gib(lastOf(run, "memory").used_bytes));
+  add("skipped steps", (run) => String(lastOf(run, "train").skipped ?? "–"));
   add("parameters", (run) => large(run.summary.parameters));
   add("device", (run) => run.summary.device || "–");
   const names = new Set(chosen.flatMap((run) => Object.keys(run.summary.options)));
@@ -228,38 +222,28 @@ function compare() {
 
 function showSamples() {
   const parts = [];
-  for (const run of [...runs.values()].filter((run) => run.shown && run.columns.sample?.text?.length)) {
-    const its = run.columns.sample, last = its.step[its.step.length - 1];
-    its.step.forEach((step, i) => {
-      if (step !== last) return;
+  for (const run of [...runs.values()].filter((run) => run.shown)) {
+    for (const sample of recordsOf(run, "sample").filter(({ step }) => step === lastOf(run, "sample").step)) {
       const body = text("pre", "");
-      body.append(text("span", its.prompt?.[i] ?? "", "prompt"), text("span", its.text[i]));
-      parts.push(text("div", `${run.name}, step ${step}`, "facts"), body);
-    });
+      body.append(text("span", sample.prompt ?? "", "prompt"), text("span", sample.text));
+      parts.push(text("div", `${run.name}, step ${sample.step}`, "facts"), body);
+    }
   }
   element("samples").replaceChildren(...(parts.length ? parts : [text("p", "none in these runs yet", "facts")]));
 }
 
 function take(name, news) {
   const run = runs.get(name);
-  if (news.changes !== run.changes) run.columns = {};
+  if (news.changes !== run.changes) run.records = {};
   run.changes = news.changes;
-  for (const [kind, columns] of Object.entries(news.columns)) {
-    const its = (run.columns[kind] ||= Object.create(null)); // a field may have any name
-    const had = its.step?.length || 0;
-    for (const [field, values] of Object.entries(columns)) {
-      its[field] ||= Array(had).fill(null); // a field that earlier records do not have
-      for (const value of values) its[field].push(value);
-    }
-    for (const values of Object.values(its)) while (values.length < its.step.length) values.push(null);
-  }
+  for (const [kind, records] of Object.entries(news.records)) run.records[kind] = recordsOf(run, kind).concat(records);
 }
 
 async function ask() {
   const have = {};
   for (const [name, run] of runs) {
     have[name] = { changes: run.changes };
-    for (const [kind, columns] of Object.entries(run.columns)) have[name][kind] = columns.step?.length || 0;
+    for (const [kind, records] of Object.entries(run.records)) have[name][kind] = records.length;
   }
   try {
     const answer = await (await fetch("/news", { method: "POST", body: JSON.stringify(have) })).json();
@@ -268,7 +252,7 @@ async function ask() {
     for (const summary of answer.runs) {
       if (!runs.has(summary.name)) {
         const colour = COLOURS[runs.size % COLOURS.length];
-        runs.set(summary.name, { name: summary.name, columns: {}, changes: -1, shown: true, colour, curves: new Map() });
+        runs.set(summary.name, { name: summary.name, records: {}, changes: -1, shown: true, colour, curves: new Map() });
       }
       runs.get(summary.name).summary = summary;
     }

@@ -58,18 +58,6 @@ class Runs:
                 log.bad = log.bad or (0, f"its log cannot be read ({error.strerror})")
 
 
-def column(records, field):
-    """Returns the field of every record for JSON: numbers of seven digits, null for what is not finite."""
-    values = [record.get(field) for record in records]
-    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
-
-
-def columns(records):
-    """Returns {field: values} of records that need not have the same fields."""
-    fields = dict.fromkeys(field for record in records for field in record if field not in ("type", "nonfinite"))
-    return {field: column(records, field) for field in fields}
-
-
 def summary(name, log):
     try:
         age = time.time() - log.path.stat().st_mtime
@@ -84,7 +72,6 @@ def summary(name, log):
         "device": log.config.get("device"),
         "parameters": log.config.get("parameters"),
         "resumes": len(log.resumes),
-        "last": {kind: log.last(kind) for kind in ("train", "val", "memory")},
         "bad": log.complaint(),
     }
 
@@ -99,8 +86,7 @@ def news(runs, have):
             same = its.get("changes") == log.changes
             gained = {kind: log.records[kind][its.get(kind, 0) if same else 0 :] for kind in KINDS}
             if not same or any(gained.values()):
-                its = {kind: columns(records) for kind, records in gained.items() if records}
-                result[name] = {"changes": log.changes, "columns": its}
+                result[name] = {"changes": log.changes, "records": gained}
         return {"folder": str(runs.folder), "runs": [summary(*pair) for pair in runs.logs.items()], "news": result}
 
 

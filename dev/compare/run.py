@@ -41,7 +41,6 @@ def options_read(arguments):
     add("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
     add("--dry-run", action="store_true", help="check everything, list the runs and stop")
     add("--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU")
-    add("--no-check", action="store_true", help="only plan one run of each shape: the rest was checked")
     add("--replace", action="store_true", help="run again what is done with other options or another corpus")
     add("--no-report", action="store_true", help="run, and leave the report for later")
     options = parser.parse_args(arguments)
@@ -122,7 +121,7 @@ def run_sweep(options):
         raise Problem(f"--only {' '.join(options.only)}: no run has such a name; --dry-run lists them")
     done = [run for run in wanted if is_done(run, trainer, records)]
     todo = [run for run in wanted if run not in done]
-    check(todo, trainer, environment, options.no_check)
+    check(todo, trainer, environment)
     if options.dry_run:
         tell_plan(todo, done)
         return 0

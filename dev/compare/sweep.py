@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from problem import Problem, regular
+from problem import Problem
 
 # Of one start of the program, or set by the instrument itself.
 RESERVED = "config run resume sample dry-run profile fit list-formats list-presets version help".split()
@@ -261,7 +261,7 @@ def load(path, overrides=None, known=None):
     """Returns the Sweep of a file. `known`: names of ./train's options, or None if ./train cannot be asked."""
     path = Path(path)
     try:
-        return Reader(path, regular(path).read_text("utf-8-sig"), overrides or {}, known).sweep()
+        return Reader(path, path.read_text("utf-8-sig"), overrides or {}, known).sweep()
     except OSError as error:
         raise Problem(f"{error.filename}: cannot be read ({error.strerror}); name a sweep file") from None
     except ValueError as error:  # it is no TOML or no text

@@ -116,17 +116,16 @@ def group(run):
     return digest({key: value for key, value in run.options.items() if key not in OPTIMIZER})
 
 
-def check(runs, trainer, environment, briefly=False):
+def check(runs, trainer, environment):
     """Lets ./train look at every configuration; the first of the file that it refuses is a Problem.
 
-    One of each group is planned as it will run, GPU and memory included; all others without, for names and values,
-    unless `briefly`: beside a GPU a hundred of these take a quarter of a minute.
+    One of each group is planned as it will run, GPU and memory included; all others without, for names and values.
     """
     configurations = list({run.name: run for run in runs}.values())
     whole = {}
     for run in configurations:
         whole.setdefault(group(run), run)
-    others = [run for run in configurations if run is not whole[group(run)] and not briefly]
+    others = [run for run in configurations if run is not whole[group(run)]]
     answers = dry_runs([trainer.command(run, "--dry-run") for run in whole.values()], environment)
     answers += dry_runs([small(trainer, run) for run in others], {**environment, "CUDA_VISIBLE_DEVICES": ""})
     plans, refusals = {}, []

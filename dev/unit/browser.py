@@ -27,14 +27,9 @@ class Page:
         command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}"]
         command += [f"--window-size={width},{height}", "about:blank"]
-
-        def place():
-            first, second = os.dup(reads), os.dup(writes)  # neither is 3 or 4 while the other is put there
-            os.dup2(first, 3)
-            os.dup2(second, 4)
-
+        placed = ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash", *command]
         self.process = subprocess.Popen(
-            command, preexec_fn=place, close_fds=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            placed, pass_fds=(reads, writes), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         os.close(reads)
         os.close(writes)

@@ -80,7 +80,6 @@ def test_mistakes(case):
 
 
 def test_mistakes_of_the_command_line(case):
-    os.mkfifo(case.folder / "pipe.toml")
     text = case.write("no program", "text")
     for sweep, more, words in (
         (SWEEP, ("--set", "seed=x"), "--set seed=x: seed is x; give whole numbers"),
@@ -96,11 +95,8 @@ def test_mistakes_of_the_command_line(case):
         (SWEEP, ("--silence", "nan"), "--silence nan: give seconds"),
         ('like = "none.toml"\n' + SWEEP, (), "none.toml: cannot be read (No such file or directory)"),
         (case.folder / "none.toml", (), "cannot be read (No such file or directory); name a sweep file"),
-        (case.folder / "pipe.toml", (), "cannot be read (not a regular file); name a sweep file"),
     ):
         assert words in case.run(sweep, *more, status=2), (more, words)
-    said = case.run(SWEEP.replace("adamw8", "adamw99"), "--no-check", "--no-report", status=1)
-    assert "1 done, 1 died" in said, "unchecked, it is told by the run"
 
 
 # What is run, and when.

@@ -59,16 +59,16 @@ def test_gpus(case):
     """All GPUs are used; a mistake is reported before anything runs."""
     for typed, words in (
         ("--gpus 1,4", "this machine shows 2"),
-        ("--gpus x", "--gpus x wants numbers of 1 or more"),
+        ("--gpus x", "argument --gpus: x: write numbers of 1 or more"),
         ("--skip 3", "--skip 3 leaves none"),
-        ("--sizes nano", "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
-        ("--sizes nano:a:1", "--sizes nano:a:1 wants numbers"),
+        ("--sizes nano", "argument --sizes: nano: write MODEL:BATCH:MICRO_BATCHES"),
+        ("--sizes nano:a:1", "--sizes: nano:a:1: write MODEL"),
         ("--trainer /nope", "--trainer /nope is not there"),
     ):
         rows, said = case.table(*typed.split(), status=2)
         assert said.count("\n") == 1 and words in said and not rows, said
     case.program("nvidia-smi", "exit 1")  # a mistake in what is typed comes before one of the machine
-    assert "--gpus x wants numbers" in case.table("--gpus", "x", status=2)[1]
+    assert "--gpus: x: write numbers" in case.table("--gpus", "x", status=2)[1]
     case.program("nvidia-smi", "echo 1024")
     seen = case.folder / "seen"
     case.environment["CUDA_VISIBLE_DEVICES"] = "6,7,3"

