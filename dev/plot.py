@@ -68,8 +68,7 @@ def study_lines(path, name, axis):
             raise Problem(f"{path}: no run of {name!r} is done in it; it has {', '.join(dict.fromkeys(r['name'] for r in records))}")
         unit = {"step": lambda r: 1, "tokens": lambda r: r["tokens_per_step"]}
         unit["time"] = lambda r: r["tokens_per_step"] / r["tokens_per_second"]
-        line = lambda r, kind: [(step, step * unit[axis](r), loss) for step, loss in r[kind] if loss is not None]
-        return [({step: (x, y) for step, x, y in line(r, "val")}, [], {}) for r in mine]
+        return [({step: (step * unit[axis](r), loss) for step, loss in r["val"] if loss is not None}, [], {}) for r in mine]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Problem(f"{path}: not the records of a study ({error}); give RUNS.jsonl:CONFIGURATION") from None
 

@@ -21,24 +21,17 @@ Row = collections.namedtuple("Row", "step unix_s values samples")  # samples: th
 NOT_VALUES = ("type", "step", "name", "index", "nonfinite", "prompt", "text")
 
 
-def values_of(kind, record):
-    """Returns the finite values of a record as {name: number}, with names like "train/loss" or "eval/hellaswag/acc"."""
-    prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
-    return {
-        prefix + field: value for field, value in record.items() if field not in NOT_VALUES and value is not None
-    }
-
-
 def rows_of(log):
-    """Returns [Row, ...] by step."""
+    """Returns [Row, ...] by step, with the finite values by names like "train/loss" or "eval/hellaswag/acc"."""
     begin, steps = (log.config.get("unix_s") or time.time()) - log.before, {}
     for kind in KINDS:
         for record in log.records[kind]:
             row = steps.setdefault(record["step"], Row(record["step"], begin + record["time_s"], {}, []))
             if kind == "sample":
                 row.samples.append(record.get("prompt", "") + record["text"])
-            else:
-                row.values.update(values_of(kind, record))
+                continue
+            prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
+            row.values.update({prefix + key: its for key, its in record.items() if key not in NOT_VALUES and its is not None})
     return [steps[step] for step in sorted(steps)]
 
 

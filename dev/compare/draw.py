@@ -40,8 +40,8 @@ def draw_over_training(table, parts, zero):
     return figure
 
 
-def draw_losses(table, facts):
-    base = next(row for row in table if row.name == facts["baseline"])
+def draw_losses(table, sweep):
+    base = next(row for row in table if row.name == sweep.baseline)
     black = loss_curve(base) if base.done else None
     parts = [
         (group, black, [loss_curve(row) for row in rows if row.drawn and row is not base])
@@ -50,13 +50,13 @@ def draw_losses(table, facts):
     return draw_over_training(table, parts, False)
 
 
-def draw_picture(table, facts):
+def draw_picture(table, sweep):
     """Draws the losses of the configurations that the sweep names in `picture`, for a README."""
-    curves = [loss_curve(row) for row in table if row.done and row.name in facts["picture"]]
-    return draw_over_training(table, [(facts["title"], None, curves)], False)
+    curves = [loss_curve(row) for row in table if row.done and row.name in sweep.picture]
+    return draw_over_training(table, [(sweep.title, None, curves)], False)
 
 
-def draw_differences(table, facts):
+def draw_differences(table, sweep):
     parts = []
     for group, rows in groups(table).items():
         for baseline in dict.fromkeys(row.baseline for row in rows):
@@ -94,14 +94,14 @@ def beside(axes, points, bars=()):
         taken.append(box)
 
 
-def draw_bytes(table, facts):
+def draw_bytes(table, sweep):
     """Bytes that a parameter holds against the final loss, of the rows in `picture`, else of the first group."""
-    rows = [row for row in table if row.done and (row.name in facts["picture"] or not facts["picture"] and row.group == table[0].group)]
+    rows = [row for row in table if row.done and (row.name in sweep.picture or not sweep.picture and row.group == table[0].group)]
     if not rows:
         return None
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     axes.set_title(
-        f"{plain(facts['title'])}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
+        f"{plain(sweep.title)}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
         f"{rows[0].any('steps') * rows[0].any('tokens_per_step') / 1e6:.0f}M tokens.\n"
         "Bars: ± the standard error of the difference to the baseline, if known. n: seeds; hollow: one diverged or died.",
         loc="left", fontsize=9,
@@ -116,14 +116,14 @@ def draw_bytes(table, facts):
     axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.set_xlabel("bytes a parameter: weights, states and gradients (logarithmic)")
-    base = next(row for row in table if row.name == facts["baseline"])
+    base = next(row for row in table if row.name == sweep.baseline)
     axes.set_ylabel(plain(f"final loss − {base.name}'s (nats)" if base.done else "final loss (nats)"))
     bars = [(row.held, row.level - error, row.level + error) for row in rows for error in [row.level_error or 0.0]]
     beside(axes, [(row.held, row.level, f"{plain(row.name)}, n {len(row.done)}") for row in rows], bars)
     return figure
 
 
-def draw_rates(table, facts):
+def draw_rates(table, sweep):
     """Final loss over the learning rate, a line for each name that has three rates or more."""
     lines = {}
     for row in table:
@@ -140,7 +140,7 @@ def draw_rates(table, facts):
         errors = errors if len(errors) == len(points) else []
         curves.append(Curve(name, x, y, seeds, errors, told=f"{best[0]:.4f} at {best[1]:g}"))
     parts = parts_of([curve for curve in curves if len(curve.x) > 2])
-    titles = [facts["title"] + f" ({i + 1})" * (len(parts) > 1) for i in range(len(parts))]
+    titles = [sweep.title + f" ({i + 1})" * (len(parts) > 1) for i in range(len(parts))]
     unit = "final validation loss (nats)"
     figure = draw_panels([(title, unit, its, None) for title, its in zip(titles, parts)], "learning rate")
     for axes in figure.axes if figure else ():
@@ -159,12 +159,12 @@ PICTURES = {
 }
 
 
-def draw(table, facts, folder):
+def draw(table, sweep, folder):
     """Draws the pictures that there is something to show in. Returns their names; others are removed."""
     drawn = []
     with plt.rc_context(STYLE):
         for name, picture in PICTURES.items():
-            figure = picture(table, facts) if any(row.done for row in table) else None
+            figure = picture(table, sweep) if any(row.done for row in table) else None
             if figure:
                 save(figure, folder / name)
                 drawn.append(name)

@@ -12,7 +12,7 @@ import record
 import table as tables
 from problem import Problem, write_whole
 
-LEGEND = [
+LEGEND = (
     "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
     "mean over the n seeds that are done. − baseline: difference of that loss to the baseline's, mean over the seeds that "
     "both have, so it need not be that of the two means; rows of one baseline share its runs and err together. ± s.e.: "
@@ -21,8 +21,8 @@ LEGEND = [
     "its own do where that is more; where none has several, by √2 times the standard deviation of the baseline's seeds; 0 "
     "where the bits are the baseline's. Baseline: what the row is compared to. "
     "Memory: what ./train plans and allocates, and what the driver has besides. Tokens/s: without the first ten steps. "
-    "Both are in parentheses where several runs shared a device. Bands of difference.png are these standard errors, step by step.",
-]
+    "Both are in parentheses where several runs shared a device. Bands of difference.png are these standard errors, step by step."
+)
 
 
 def listed(records, key):
@@ -34,8 +34,8 @@ def shape_of(record):
     return f"{record['parameters'] or 0:,} parameters; {its}"
 
 
-def facts_of(sweep, table, stale):
-    """Returns what the report says above and below the table."""
+def lines_of(sweep, table, stale):
+    """Returns what the report says above the table."""
     used = [record for row in table for record in row.records.values()]
     wanted = sum(row.seeds for row in table)
     shapes = [shape_of(record) for record in used if record["status"] == "done"] or [shape_of(used[0])]
@@ -58,7 +58,7 @@ def facts_of(sweep, table, stale):
         notices.append(f"{stale} records are of other options than the sweep has now and are left out.")
     for notice in notices:
         print(f"compare: notice: {notice}", file=sys.stderr)
-    return {"title": sweep.title, "baseline": sweep.baseline, "picture": sweep.picture, "lines": lines + notices, "legend": LEGEND}
+    return lines + notices
 
 
 def write(sweep, folder):
@@ -67,8 +67,8 @@ def write(sweep, folder):
     if not any(row.records for row in table):
         other = f" but {stale} of other options" if stale else ""
         raise Problem(f"{folder / record.FILE} holds no run of {sweep.path}{other}; run it first, or name another --out")
-    facts = facts_of(sweep, table, stale)
+    lines = lines_of(sweep, table, stale)
     write_whole(folder / "table.csv", tables.csv_text(table))
-    facts["pictures"] = draw.draw(table, facts, folder)
-    write_whole(folder / "table.md", tables.markdown(table, facts))
+    pictures = draw.draw(table, sweep, folder)
+    write_whole(folder / "table.md", tables.markdown(table, sweep.title, lines, pictures, LEGEND))
     print(folder / "table.md")

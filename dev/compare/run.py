@@ -4,7 +4,7 @@
     make && python3 dev/compare/run.py dev/compare/sweeps/d6.toml
 
 Runs that are done are skipped, so the same command goes on after a kill, a Ctrl-C or a --budget. Python 3.11; the
-running half needs nothing else, the report matplotlib and bokeh (make venv). README.md beside this file says more.
+running half needs nothing else, the report matplotlib (make venv). README.md beside this file says more.
 """
 
 import math

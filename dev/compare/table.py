@@ -326,12 +326,12 @@ def groups(table):
     return result
 
 
-def markdown(table, facts):
+def markdown(table, title, lines, pictures, legend):
     """Returns the table in Markdown, one section per group, and the pictures."""
-    text = [f"# {facts['title']}", "", *[f"{line}  " for line in facts["lines"]], ""]
+    text = [f"# {title}", "", *[f"{line}  " for line in lines], ""]
     for group, members in groups(table).items():
         text += [f"## {group}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
         text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in members]
         text.append("")
-    text += [f"![{name}]({name})" for name in facts["pictures"]]
-    return "\n".join(text + [""] * bool(facts["pictures"]) + facts["legend"]) + "\n"
+    text += [f"![{name}]({name})" for name in pictures]
+    return "\n".join([*text, *[""] * bool(pictures), legend]) + "\n"

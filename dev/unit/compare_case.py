@@ -94,6 +94,6 @@ def missing_tools():
         return "Python 3.11 reads sweep files"
     if not (ROOT / "train").exists():
         return "type `make`"
-    if subprocess.run([sys.executable, "-c", "import matplotlib, bokeh"], capture_output=True).returncode:
+    if subprocess.run([sys.executable, "-c", "import matplotlib, PIL"], capture_output=True).returncode:
         return "type `make venv`"
     return None
