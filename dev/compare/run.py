@@ -126,17 +126,13 @@ def run_sweep(options):
         tell_plan(todo, done)
         return 0
     at_work = runner.Runner(sweep, trainer, gpus, options)
-
-    def left():
-        """Returns which of these runs are not done by now: another start may have ended some."""
-        found = record.read_all(options.out / record.FILE)
-        still = [run for run in todo if not is_done(run, trainer, found)]
+    with at_work.locked():
+        records = record.read_all(options.out / record.FILE)  # another start may have ended some since
+        todo = [run for run in todo if not is_done(run, trainer, records)]
         if not options.replace:
-            refuse_to_replace(still, found, options.out / record.FILE)
-        print(f"{sweep.name}: {len(wanted) - len(still)} of {len(wanted)} runs are done")
-        return still
-
-    whole = at_work.go(left)
+            refuse_to_replace(todo, records, options.out / record.FILE)
+        print(f"{sweep.name}: {len(wanted) - len(todo)} of {len(wanted)} runs are done")
+        whole = at_work.go(todo)
     ended = ", ".join(f"{number} {status}" for status, number in at_work.count.items() if number)
     runner.tell(f"{sweep.name}: {ended or 'nothing was run'}; records in {options.out / record.FILE}")
     return 130 if not whole else 1 if at_work.count["died"] else 0

@@ -227,33 +227,31 @@ class Runner:
                     raise Problem(f"{folder}: another run.py is at work there; {hint}") from None
             yield
 
-    def go(self, left):
-        """Runs what `left` returns when no other start can end runs any more. True when everything was run, or was found
-        not to fit the budget; False after Ctrl-C, SIGTERM or SIGHUP."""
+    def go(self, waiting):
+        """Runs them, while no other start can. True when everything was run, or was found not to fit the budget; False
+        after Ctrl-C, SIGTERM or SIGHUP."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, hang_up)
-        with self.locked():
-            waiting = left()
-            try:
-                while waiting or self.active:
-                    while waiting and self.free and self.in_time(waiting[0]):
-                        self.start(waiting.pop(0), self.free.pop(0))
-                    if waiting and not self.active and not self.in_time(waiting[0]):
-                        tell(f"the budget is spent: {len(waiting)} runs wait for the next start")
-                        break
-                    for job in [job for job in self.active if job.process.poll() is not None]:
-                        self.finish(job)
-                    for job in self.active:
-                        if job.silence() > self.options.silence:
-                            job.hung = True
-                            job.process.kill()
-                    self.progress(waiting)
-                    time.sleep(0.05)
-            except KeyboardInterrupt:
-                self.stopping = True
-                self.stop()
-            finally:  # whatever else went wrong here, nothing is left running
+        try:
+            while waiting or self.active:
+                while waiting and self.free and self.in_time(waiting[0]):
+                    self.start(waiting.pop(0), self.free.pop(0))
+                if waiting and not self.active and not self.in_time(waiting[0]):
+                    tell(f"the budget is spent: {len(waiting)} runs wait for the next start")
+                    break
+                for job in [job for job in self.active if job.process.poll() is not None]:
+                    self.finish(job)
                 for job in self.active:
-                    job.process.kill()
+                    if job.silence() > self.options.silence:
+                        job.hung = True
+                        job.process.kill()
+                self.progress(waiting)
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            self.stopping = True
+            self.stop()
+        finally:  # whatever else went wrong here, nothing is left running
+            for job in self.active:
+                job.process.kill()
         return not self.stopping
