@@ -35,10 +35,10 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TRAIN = os.path.join(HERE, "train")
-PRELOAD = os.path.join(HERE, "build", "dev", "faults_preload.so")
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN, PRELOAD = ROOT / "train", ROOT / "build/dev/faults_preload.so"
 LAST, HALF = 12, 6  # steps of a run, and of the one that cases resume
 PATIENCE = 40  # seconds after which a run counts as hanging
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "vocab.json", "merges.txt")
@@ -63,23 +63,18 @@ def need(condition, text):
 # The training data: a folder as data/prepare.py makes it, with a tokenizer of 260 tokens.
 
 
-def write(path, data):
-    with open(path, "wb") as file:
-        file.write(data if isinstance(data, bytes) else data.encode())
-
-
 def make_data(folder):
-    os.makedirs(folder)
+    folder.mkdir()
     merges, rng = ["t h", "th e", "a n"], random.Random(7)
     plain, others = [*range(33, 127), *range(161, 173), *range(174, 256)], iter(range(256, 324))
     vocabulary = [chr(b) if b in plain else chr(next(others)) for b in range(256)] + [m.replace(" ", "") for m in merges] + ["<|endoftext|>"]
-    write(f"{folder}/vocab.json", json.dumps({token: i for i, token in enumerate(vocabulary)}))
-    write(f"{folder}/merges.txt", "#version: 0.2\n" + "\n".join(merges) + "\n")
-    write(f"{folder}/meta.json", json.dumps({"vocabulary": len(vocabulary)}))
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (folder / "meta.json").write_text(json.dumps({"vocabulary": len(vocabulary)}))
     for name, count in (("train", 6000), ("val", 600)):
         text = [b for _ in range(count // 6) for b in rng.choice((b"fox sees", b"dog sits", b"the bird")) + b" "][:count]
         header = [20240520, 1, count] + [0] * 253
-        write(f"{folder}/{name}_000000.bin", struct.pack("<256i", *header) + struct.pack(f"<{count}H", *text))
+        (folder / f"{name}_000000.bin").write_bytes(struct.pack(f"<256i{count}H", *header, *text))
 
 
 # One run of ./train.
@@ -104,10 +99,10 @@ class Harness:
         self.lock = threading.Lock()
         self.passed = self.failed = 0
 
-    def words(self, steps=LAST, keep=2, every=3, sample=5):
+    def words(self, steps=LAST, keep=2, every=3):
         text = (f"--device cpu --data {self.root}/data --layers 1 --channels 64 --heads 1 --seq 32 --batch 2 "
                 f"--steps {steps} --schedule constant --warmup 0 --save-every {every} --keep {keep} --val-every 4 "
-                f"--val-tokens 64 --sample-every {sample} --sample-tokens 4 --run run --resume auto")
+                f"--val-tokens 64 --sample-every 5 --sample-tokens 4 --run run --resume auto")
         return text.split()
 
     def start(self, folder, words, env=None, limit=None):
@@ -134,11 +129,7 @@ class Harness:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = None
-        texts = []
-        for stream in ("out", "err"):
-            with open(f"{folder}/train.{stream}", encoding="utf-8", errors="replace") as file:
-                texts.append(file.read())
-        return Ended(code, *texts)
+        return Ended(code, *(Path(folder, f"train.{stream}").read_text("utf-8", "replace") for stream in ("out", "err")))
 
     def run(self, folder, words=None, **more):
         return self.end(self.start(folder, words or self.words(), **more), folder)
@@ -146,7 +137,7 @@ class Harness:
     # measure() runs without faults and records the files, the memory and the number of calls.
 
     def measure(self):
-        make_data(f"{self.root}/data")
+        make_data(Path(self.root, "data"))
         runs = (("zero", self.words(0)), ("whole", self.words(keep=1000, every=1)), ("half", self.words(HALF)))
         for name, words in (*runs, ("two", self.words())):
             os.makedirs(f"{self.root}/{name}")
@@ -161,8 +152,8 @@ class Harness:
             folder = self.folder(f"count_{begun}", begun)
             env = {"LD_PRELOAD": PRELOAD, "FAULT_COUNT": f"{folder}/counts"}
             need(self.run(folder, env=env).code == 0, "a run that is counted fails")
-            with open(f"{folder}/counts", encoding="ascii") as file:
-                self.counts[begun] = {kind: int(count) for kind, count in map(str.split, file)}
+            lines = Path(folder, "counts").read_text().splitlines()
+            self.counts[begun] = {kind: int(count) for kind, count in map(str.split, lines)}
         # Below the least the system cannot even load the program and its libraries.
         self.least = self.bisect(lambda limit: self.run(f"{self.root}/two", ["--help"], limit=limit).code in (0, 2), 0, 4096)
         folder = self.folder("most", False)
@@ -203,12 +194,9 @@ class Harness:
         for step in self.steps(case.folder):
             for name in names:
                 path = f"run/step_{step:08d}/{name}"
-                there = os.path.isfile(f"{case.folder}/{path}")
-                need(there or step != whole, f"{path} is missing")
-                if not there:
-                    continue
-                with open(f"{case.folder}/{path}", "rb") as got, open(f"{self.root}/whole/{path}", "rb") as want:
-                    need(got.read() == want.read(), f"{path} is not the undisturbed run's")
+                got, want = Path(case.folder, path), Path(self.root, "whole", path)
+                need(got.is_file() or step != whole, f"{path} is missing")
+                need(not got.is_file() or got.read_bytes() == want.read_bytes(), f"{path} is not the undisturbed run's")
 
     @staticmethod
     def check_end(ended, codes=(0, 2)):
@@ -235,9 +223,8 @@ class Harness:
         need(ended.code == 0, f"again, undisturbed: ends with {ended.code}: {ended.err[-500:]}")
         need(self.steps(case.folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(case.folder)}")
         self.check_checkpoints(case, LAST)
-        with open(f"{case.folder}/run/log.jsonl", encoding="utf-8") as file:
-            for line in file:
-                json.loads(line)
+        for line in Path(case.folder, "run/log.jsonl").read_text().splitlines():
+            json.loads(line)
 
     # The groups of cases. Each disturbs a run of its own and raises Failed; the same command is then run undisturbed.
 
@@ -276,9 +263,8 @@ class Harness:
     @staticmethod
     def signal_is_awaited(pid, number):
         """Returns whether the process handles or ignores the signal, as it does from its first line of code on."""
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigIgn", "SigCgt"))]
-        return any(mask >> (number - 1) & 1 for mask in masks)
+        masks = re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
     def signals(self, case, rng):
         word = rng.choice(SIGNALS)
@@ -352,7 +338,7 @@ def main():
     parser.add_argument("--keep", action="store_true", help="leave the folders of cases that fail")
     options = parser.parse_args()
     for path in (TRAIN, PRELOAD):
-        if not os.path.exists(path):
+        if not path.exists():
             sys.exit(f"{path} is missing; type make faults")
     harness = Harness(options)
     try:
