@@ -1569,6 +1569,7 @@ int main(int argc, char** argv) {
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
+    memory_start_threads();
     const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
     for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
         if (!evaluates || !option_given(&options, other)) continue;

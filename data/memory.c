@@ -1,4 +1,6 @@
 #include "memory.h"
+#include <omp.h>
+#include <pthread.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -164,10 +166,23 @@ __attribute__((noinline)) static void stack_take(void) {
     for (size_t at = STACK_BYTES; at > 0; at -= 4096) stack[at - 4096] = 0;  // from its top down, as a stack grows
 }
 
-void memory_begin(void) {
-    const size_t need = STACK_BYTES + BEGIN_BYTES;
+// Ends the process unless it gets so many bytes more.
+static void require_room(size_t need) {
     void* room = mmap(NULL, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (room == MAP_FAILED) memory_missing(need);
     munmap(room, need);
+}
+
+void memory_begin(void) {
+    require_room(STACK_BYTES + BEGIN_BYTES);
     stack_take();
+}
+
+void memory_start_threads(void) {
+    pthread_attr_t usual;
+    size_t stack = 0;
+    if (pthread_getattr_default_np(&usual) == 0) pthread_attr_getstacksize(&usual, &stack);
+    require_room((size_t)(omp_get_max_threads() - 1) * stack + STACK_BYTES);
+#pragma omp parallel
+    atomic_thread_fence(memory_order_seq_cst);  // so that the compiler keeps the region
 }
