@@ -33,8 +33,8 @@ FILE* text_stream(char** text, size_t* bytes);
 // Touches the stack that the program will need, and ends the process if limits leave no room for what the libraries
 // take at their start; otherwise it would die by a signal. Call it before the libraries begin.
 void memory_begin(void);
-// Starts OpenMP's threads while there is room for their stacks: where there is none, libgomp ends the process in words of
-// its own. Call it after the last fork.
+// Starts OpenMP's threads while there is room for their stacks: where there is none, libgomp ends the process in words
+// of its own. Call it after the last fork.
 void memory_start_threads(void);
 // Sets where the path of the last good checkpoint is, for that sentence. The text there may change; "": none yet.
 void memory_checkpoint(const char* path);
