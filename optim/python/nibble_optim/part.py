@@ -298,7 +298,7 @@ class Part:
     def take_moments(self, tensor, state, what):
         """Sets the moments of a parameter from another package's state of it."""
         state = {**state, **state.get("__bnb_optimizer_quant_state__", {})}
-        for (torchs, own), bitsandbytes in zip(MOMENTS.items(), "12"):
+        for own, torchs, bitsandbytes in (("m", "exp_avg", "1"), ("v", "exp_avg_sq", "2")):
             if not self.keeps(tensor, own):
                 continue
             found = state.get(torchs, state.get(f"state{bitsandbytes}", state.get("momentum_buffer")))
