@@ -2,6 +2,7 @@
 #include "text.h"
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -153,19 +154,23 @@ bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files
     return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
-// Renames the folder to its final name. A folder that has the name already lies beside it until the new one is in
-// place.
+// Renames the folder to its final name. An existing folder is exchanged with it atomically, so that a whole one always
+// exists.
 static bool swap(const CheckpointWriter* writer) {
-    const char *folder = writer->path, *temporary = writer->folder, *old = text_kept("%s.old.tmp", folder);
+    const char *folder = writer->path, *temporary = writer->folder;
     char* error = writer->error;
+    const char* old = text_kept("%s.old.tmp", folder);
     struct stat status;
-    if (lstat(folder, &status) == 0 && (!folder_remove(old, error) || rename(folder, old) != 0)) {
+    bool there = lstat(folder, &status) == 0;
+    bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    // A file system that cannot exchange two names keeps the old folder beside until the new one is in place.
+    if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
         return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
     }
-    if (rename(temporary, folder) != 0) {
+    if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    return folder_sync(path_parent(folder), error) && folder_remove(old, error);
+    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
 }
 
 bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {

@@ -346,6 +346,34 @@ TEST(sampling_rows_bits_gpu) {
     }
 }
 
+// A cache of more than 2^31 elements: the last sequence, and the last token of it, give what they give in a cache of
+// their own. All but the row's own key and value are the same number.
+TEST(sampling_cache_beyond_2_31_gpu) {
+    constexpr int S = 48, T = 30000, NH = 12, HS = 64, C = NH * HS;
+    Device dev = test_device(true);
+    if (dev.memory < (int64_t)12 << 30) skip("needs 12 GiB of GPU memory");
+    Array<bf16> qkv(&dev, 3 * C, 5, 1);
+    static bf16 bits[2][C];
+    for (int large : {0, 1}) {
+        const int sequences = large ? S : 1, sequence = sequences - 1, position = T - 1;
+        Room room(&dev);
+        const AttentionCache at = {sequences, T, room.to_device(&sequence, 1), room.to_device(&position, 1)};
+        const int64_t bytes = attention_cache_elements(sequences, T, C) * (int64_t)sizeof(bf16);
+        bf16 *cache = room.device<bf16>(bytes / (int64_t)sizeof(bf16)), *out = room.device<bf16>(C);
+        check(cudaMemsetAsync(cache, 0x3d, (size_t)bytes, dev.stream));
+        check(cudaMemsetAsync(out, 0xff, C * sizeof(bf16), dev.stream));
+        attention_decode<bf16>(&dev, out, qkv.device, cache, &at, 1, C, NH, true);
+        copy_to_host(&dev, bits[large], out, C * sizeof(bf16));
+        // The row's value is where it belongs: the last of the values.
+        bf16 last;
+        copy_to_host(&dev, &last, cache + bytes / (int64_t)sizeof(bf16) - 1, sizeof(last));
+        expect(to_float(last) == qkv.host[3 * C - 1], "the last value is %g, not %g", to_float(last),
+               qkv.host[3 * C - 1]);
+    }
+    for (int c = 0; c < C; c++) expect(isfinite(to_float(bits[0][c])), "value %d is not finite", c);
+    expect(memcmp(bits[0], bits[1], C * sizeof(bf16)) == 0, "the row's bits depend on the size of the cache");
+}
+
 // Scores of order 1 to 8 standard deviations; out is a mean of values below 1.
 // T: at least 3, so that rows of one sequence have places of their own.
 template <typename X>
