@@ -18,81 +18,36 @@ MATRICES = [(24, 40), (5, 64), (33, 20), (2, 65), (1, 48)]
 OF_WHOLE = ("muon8", "galore8", "adafactor8", "came8", "rmnp4")
 
 
-def open_run(dtype, preset, min_quantized, shapes):
+def open_run(shapes, dtype, settings):
+    """Returns sharded parameters of these shapes, or a model of fully_shard's, and an optimizer."""
     torch.manual_seed(0)
-    values = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
-    return params, nibble_optim.Optimizer(params, preset=preset, lr=1e-2, seed=5, min_quantized=min_quantized)
-
-
-def step(params, optimizer, number):
-    torch.manual_seed(number)
-    for p in params:
-        p.grad = distribute_tensor(torch.randn(p.shape, device=device).to(p.dtype), mesh, [Shard(0)])
-    optimizer.step()
-
-
-def values(params, optimizer):
-    return {"model": {str(i): p.detach() for i, p in enumerate(params)},
-            "optimizer": {f"{i}.{name}": value for i, state in optimizer.state_dict()["state"].items()
-                          for name, value in state.items()}}
-
-
-def load(params, optimizer, path):
-    step(params, optimizer, 1)  # makes the states
-    kept = values(params, optimizer)
-    checkpoint.load(kept, checkpoint_id=path)
-    state = optimizer.state_dict()
-    for key, value in kept["optimizer"].items():
-        i, name = key.split(".", 1)
-        state["state"][int(i)][name] = value
-    for group in state["param_groups"]:
-        group["steps"] = 3
-    optimizer.load_state_dict(state)
-
-
-def case(dtype, preset, min_quantized, shapes):
-    path = f"{folder}/{dtype}.{preset}.{min_quantized}"
-    params, optimizer = open_run(dtype, preset, min_quantized, shapes)
-    if ranks == 2:
-        for number in (1, 2, 3):
-            step(params, optimizer, number)
-        checkpoint.save(values(params, optimizer), checkpoint_id=path)
+    if shapes:
+        model = torch.nn.ParameterList(distribute_tensor(torch.randn(shape, device=device).to(dtype), mesh, [Shard(0)])
+                                       for shape in shapes)
     else:
-        load(params, optimizer, path)
-    step(params, optimizer, 4)
-    whole = [p.full_tensor() for p in params]
-    if ranks == 2 and rank == 0:
-        torch.save(whole, path + ".weights")
-    if ranks != 2:
-        for i, (p, q) in enumerate(zip(torch.load(path + ".weights", map_location=device), whole)):
-            assert torch.equal(p, q), (ranks, dtype, preset, i)
-
-
-def fsdp(preset, whole_file, dtype=torch.float32, weights=None):
-    """The same of fully_shard's model and torch's functions for checkpoints; or with a file of whole states."""
-    def open_model():
-        torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24))
         model.to(device, dtype)
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh)
-        return model, nibble_optim.Optimizer(model.named_parameters(), preset=preset, lr=1e-2, seed=5, weights=weights,
-                                             overrides="*.bias|1.*: rule=adamw m=fp32 v=fp32")
+        settings = {**settings, "overrides": "*.bias|1.*: rule=adamw m=fp32 v=fp32"}
+    return model, nibble_optim.Optimizer(model.named_parameters(), lr=1e-2, seed=5, **settings)
 
-    def train(model, optimizer, number):
-        torch.manual_seed(number)
-        for p in model.parameters():
-            p.grad = distribute_tensor(torch.randn(p.shape, device=device).to(dtype), mesh, [Shard(0)])
-        optimizer.step()
 
-    path = f"{folder}/fsdp.{preset}.{whole_file}.{weights}"
+def step(model, optimizer, number):
+    torch.manual_seed(number)
+    for p in model.parameters():
+        p.grad = distribute_tensor(torch.randn(p.shape, device=device).to(p.dtype), mesh, [Shard(0)])
+    optimizer.step()
+
+
+def case(shapes, dtype, whole_file=False, **settings):
+    """whole_file: the first rank saves whole states in a file of torch.save, and loads them for all."""
+    path = f"{folder}/{bool(shapes)}.{dtype}.{whole_file}.{settings}"
     save = StateDictOptions(full_state_dict=whole_file, cpu_offload=whole_file)
     load = StateDictOptions(full_state_dict=whole_file, broadcast_from_rank0=whole_file)
-    model, optimizer = open_model()
-    if ranks == 2:
-        for number in (1, 2, 3):
-            train(model, optimizer, number)
+    model, optimizer = open_run(shapes, dtype, settings)
+    for number in (1, 2, 3) if ranks == 2 else ():
+        step(model, optimizer, number)
     states = {"model": get_model_state_dict(model, options=save),
               "optimizer": get_optimizer_state_dict(model, optimizer, options=save)}
     if ranks == 2 and not whole_file:
@@ -106,25 +61,27 @@ def fsdp(preset, whole_file, dtype=torch.float32, weights=None):
             states = torch.load(path)
         set_model_state_dict(model, states["model"], options=load)
         set_optimizer_state_dict(model, optimizer, states["optimizer"], options=load)
-    train(model, optimizer, 4)
+    step(model, optimizer, 4)
     whole = [p.full_tensor().detach() for p in model.parameters()]
     if ranks == 2 and rank == 0:
         torch.save(whole, path + ".weights")
     if ranks != 2:
-        for p, q in zip(torch.load(path + ".weights", map_location=device), whole):
-            assert torch.equal(p, q), (ranks, preset, whole_file)
+        for i, (p, q) in enumerate(zip(torch.load(path + ".weights", map_location=device), whole)):
+            assert torch.equal(p, q), (ranks, dtype, settings, i)
 
 
+for preset in PRESETS:
+    case(SHAPES, torch.bfloat16, preset=preset)
+for preset in PRESETS[:2]:
+    case(SHAPES, torch.float32, preset=preset)
 for dtype in (torch.float32, torch.bfloat16):
-    for preset in PRESETS if dtype is torch.bfloat16 else PRESETS[:2]:
-        for min_quantized in (0, 400) if preset == "adamw8" else (0,):
-            case(dtype, preset, min_quantized, SHAPES)
+    case(SHAPES, dtype, preset="adamw8", min_quantized=400)
 for preset in WIDE_PRESETS:
-    case(torch.bfloat16, preset, 0, WIDE)
+    case(WIDE, torch.bfloat16, preset=preset)
 for preset in OF_WHOLE:
-    case(torch.bfloat16, preset, 0, MATRICES[:4] if preset in ("muon8", "galore8") else MATRICES)
+    case(MATRICES[:4] if preset in ("muon8", "galore8") else MATRICES, torch.bfloat16, preset=preset)
 for whole_file in (False, True):
-    fsdp("muon8", whole_file)
-    fsdp("adamw8", whole_file)
-    fsdp("adamw32", whole_file, torch.bfloat16, "bf16+16")  # collectives take no int16
+    case(None, torch.float32, whole_file, preset="muon8")
+    case(None, torch.float32, whole_file, preset="adamw8")
+    case(None, torch.bfloat16, whole_file, preset="adamw32", weights="bf16+16")  # collectives take no int16
 end()

@@ -6,6 +6,7 @@ import importlib
 import io
 import tempfile
 import unittest.mock
+import warnings
 
 from test_torch import batch, make, model_of, nibble_optim, raises, same, torch, train
 
@@ -23,41 +24,72 @@ def give(params, number):
 def test_torch_refused_at_construction():
     vector, matrix, wide = parameter(8), parameter(6, 8), parameter(4, 12)
     of = nibble_optim.Optimizer
+    made = of([("a", matrix)], rule="muon", overrides="none")
     for kind, words, function in [
+            (ValueError, "did you mean adamw8?", lambda: of([vector], preset="adamw9")),
             (ValueError, "overrides: lnn matches no parameter", lambda: of([("ln", vector)], overrides="ln|lnn: m=fp32")),
             (ValueError, "stacked: q matches no parameter", lambda: of([("a", matrix)], rule="muon", stacked="a:3; q:3")),
             (ValueError, "transposed: q matches no", lambda: of([("a", matrix)], rule="muon", transposed="q")),
             (ValueError, "is a vector", lambda: of([vector], rule="muon", overrides="none")),
+            (ValueError, "is a vector", lambda: made.add_param_group({"params": [("b", vector)]})),
             (ValueError, "e4m3x", lambda: of([{"params": [matrix]}, {"params": [vector], "m": "e4m3x"}])),
             (ValueError, "no 4 equal matrices", lambda: of([("a", matrix)], rule="muon", stacked="a:4")),
             (ValueError, 'add transposed="a"', lambda: of([("a", wide)], rule="muon", stacked="a:3")),
             (ValueError, "takes all matrices", lambda: of([matrix], rule="muon").step_in_backward()),
-            (ValueError, "eps: 0 was", lambda: of([vector], eps=0.0)),
+            (ValueError, "lr: -1", lambda: made.add_param_group({"params": [("b", wide)], "lr": -1.0})),
+            (ValueError, "lr='x', ", lambda: of([vector], lr="x")),
+            (ValueError, "betas: 1", lambda: of([vector], betas=(1.0, 0.9))),
+            (ValueError, "betas=(0.9,) were found; give", lambda: of([vector], betas=(0.9,))),
             (ValueError, "eps: 0 was", lambda: of([matrix, vector], rule="muon", eps=0.0)),
+            (ValueError, "nesterov: 'off' was found; give True or False", lambda: of([matrix], rule="rmnp", nesterov="off")),
             (ValueError, "all parameters are fp32", lambda: of([vector], weights="bf16:sr")),
+            (ValueError, 'weights: "e4m3" was found for parameters of fp16',
+             lambda: of([torch.nn.Parameter(vector.half())], weights="e4m3")),
             (ValueError, "all groups share", lambda: of([{"params": [matrix], "momentum": 0.9}], rule="muon")),
+            (TypeError, "float64", lambda: of([torch.nn.Parameter(vector.double())])),
             (TypeError, "set", lambda: of({vector})), (TypeError, "set", lambda: of([{"params": {vector}}]))]:
         raises(kind, words, function)
-    optimizer = of([("a", matrix)], rule="muon", overrides="none")
-    raises(ValueError, "is a vector", lambda: optimizer.add_param_group({"params": [("b", vector)]}))
-    give([matrix, vector], 1)
+    give([matrix, vector, wide], 1)
     before = matrix.detach().clone()
-    optimizer.step()
-    assert not torch.equal(before, matrix) and len(optimizer.param_groups) == 1
+    made.step()
+    assert not torch.equal(before, matrix) and len(made.param_groups) == 1
     for settings in (dict(rule="lion"), dict(rule="sgd"), dict(preset="muon")):
         p = parameter(6, 8)
         give([p], 1)
         of([p], eps=0.0, **settings).step()
         assert p.isfinite().all() and not torch.equal(p, parameter(6, 8))
+    for words, settings in [("momentum changes nothing", dict(momentum=0.9)), ("", dict(rule="rmnp", momentum=0.9)),
+                            ("nothing without rule galore or fira or apollo or apollo-factored, and the optimizer has adamw", dict(rank=4)),
+                            ("", dict(overrides="0.0: rule=muon", ns_steps=3))]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            of([wide], **settings).step()
+        assert len(said) == bool(words) and words in "".join(str(one.message) for one in said), (settings, said)
 
 
-def test_torch_types_of_parameters():
-    """With `weights`, each parameter is stored as its type allows."""
-    params = [parameter(6, 8), torch.nn.Parameter(parameter(8, 6).bfloat16())]
-    optimizer = nibble_optim.Optimizer(params, preset="adamw32", weights="bf16+16")
-    give(params, 1)
+def test_torch_refused_later():
+    absent, embedding, model = torch.nn.Parameter(torch.ones(4, device="meta")), torch.nn.Embedding(10, 4, sparse=True), model_of()
+    absent.grad = torch.ones_like(absent)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer = make(model, preset="adamw8")
+    train(model, optimizer, 1, 1)
+    saved = optimizer.state_dict()
+    for kind, words, function in [
+            (ValueError, "on meta", nibble_optim.Optimizer([absent]).step),
+            (RuntimeError, "sparse", nibble_optim.Optimizer(embedding.parameters()).step),
+            (ValueError, "preset='adamw8'", lambda: make(model_of(), preset="adamw4").load_state_dict(saved)),
+            (ValueError, "parameters and the", lambda: make(torch.nn.Linear(3, 3), preset="adamw8").load_state_dict(saved)),
+            (ValueError, "shapes", lambda: nibble_optim.Optimizer(
+                [parameter(n) for n in (5000, 70, 1, 5)], preset="adamw8", lr=1e-2).load_state_dict(saved))]:
+        raises(kind, words, function)
+    new = parameter(3)
+    give([new], 1)
+    before = new.detach().clone()
+    optimizer.param_groups[0]["params"].append(new)
     optimizer.step()
-    assert [len(optimizer.state[p]) for p in params] == [4, 5] and "fp32" in optimizer.describe()[0]
+    assert not torch.equal(new, before)
+    optimizer.param_groups[0]["params"][-1] = parameter(3)
+    raises(RuntimeError, "in no group any more", optimizer.step)
 
 
 def test_torch_rules_of_matrices_leave_the_rest():
@@ -90,20 +122,25 @@ def test_torch_states_taken_and_replaced():
         optimizer.state = {q: {name: value.clone() for name, value in state.items()}
                            for q, state in optimizer.state.items() if q is not p}
 
-    for change in (pop, replace_all):
-        model = model_of()
+    def begin_anew(optimizer, _):
+        optimizer.state.clear()
+        optimizer.param_groups[0]["steps"] = 0
+
+    for change in (pop, replace_all, begin_anew):
+        model, anew = model_of(), change is begin_anew
         optimizer = make(model, preset="adamw8")
         train(model, optimizer, 1, 3)
         saved = copy.deepcopy(optimizer.state_dict())
         del saved["state"][1]
         again = copy.deepcopy(model)
         other = make(again, preset="adamw8")
-        other.load_state_dict(saved)
+        if not anew:
+            other.load_state_dict(saved)
         change(optimizer, model[0].bias)
         train(model, optimizer, 4, 6)
         train(again, other, 4, 6)
         assert same(model, again) and int(optimizer.state[model[0].bias]["step"]) == 3, change
-        assert len(optimizer.describe()) == 3, "the first, the two after it, and the one made anew"
+        assert len(optimizer.describe()) == (1 if anew else 3), "the first, the two after it, and the one made anew"
     # A state's tensor is replaced; a parameter is replaced, and its state goes with it.
     for replaces in (False, True):
         params = [parameter(8, 8), parameter(8)]
