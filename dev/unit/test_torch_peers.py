@@ -7,7 +7,7 @@ import inspect
 import unittest.mock
 import warnings
 
-from test_torch import nibble_optim, raises, torch
+from test_torch import give, nibble_optim, parameter, raises, torch
 
 PACKAGES = {"bitsandbytes.optim": "bitsandbytes", "torchao.optim": "torchao", "flashoptim": "flashoptim",
             "torch.optim": "torch_optim", "came_pytorch": "came_pytorch", "galore_torch": "galore_torch",
@@ -106,60 +106,56 @@ def test_torch_compat_is_its_peers():
 
 
 def test_torch_compat():
-    from nibble_optim.compat import (adafactor8bit, apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim,
-                                     torchao, transformer_engine)
-    for kind in [kind for module in (adafactor8bit, apollo_torch, bitsandbytes, came_pytorch, flashoptim, torch_optim,
-                                     torchao, transformer_engine)
-                 for kind in vars(module).values() if inspect.isclass(kind) and hasattr(kind, "describe")]:
-        shapes = [(64, 64), (63, 65)] if kind is torch_optim.Muon else [(4095,), (4096,)]
+    """Each class steps parameters of bf16 and fp16, is copied, and its states load."""
+    modules = {own: importlib.import_module(f"nibble_optim.compat.{own}") for own in PACKAGES.values()}
+    for kind in [kind for module in modules.values() for kind in vars(module).values() if hasattr(kind, "describe")]:
+        shapes = [(64, 64), (63, 65)] if kind.__name__ == "Muon" else [(4095,), (4096,)]
+        settings = {"lr": 0.1, "weight_decay": 0.01}
+        settings.update({"scale_weight_decay": False} if kind.__name__ == "Adafactor8Bit" else {})
         for dtype in (torch.bfloat16, torch.float16):
             params = [torch.nn.Parameter(torch.ones(shape).to(dtype)) for shape in shapes]
-            settings = {"lr": 0.1, "weight_decay": 0.01}
-            settings.update({"scale_weight_decay": False} if kind is adafactor8bit.Adafactor8Bit else {})
             optimizer = kind(params, **settings)
-            for p in params:
-                p.grad = torch.sin(torch.arange(float(p.numel()))).view(p.shape).to(dtype)
+            give(params)
             optimizer.step()
             assert (params[0] != 1).any() and (params[1] != 1).any(), kind
             kind(copy.deepcopy(params), **settings).load_state_dict(optimizer.state_dict())
             again, its = copy.deepcopy((optimizer, params))
-            for p, q in zip(params, its):
-                q.grad = p.grad
+            give(params), give(its)
             optimizer.step(), again.step()
             assert all(map(torch.equal, params, its)), kind
-            if kind in (bitsandbytes.AdamW8bit, torchao.AdamW8bit):  # whose small tensors keep 32 bits
+            if kind.__name__ == "AdamW8bit":  # whose small tensors keep 32 bits
                 assert [optimizer.state[p]["m"].dtype for p in params] == [torch.float32, torch.uint8]
-    p = torch.nn.Parameter(torch.ones(4))
-    for words, make in [("amsgrad=True", lambda: torchao.AdamW8bit([p], amsgrad=True)),
-                        ("dampening=0.5", lambda: bitsandbytes.SGD([p], 1e-3, 0.9, 0.5)),
-                        ("optim_bits=16", lambda: bitsandbytes.Lion([p], optim_bits=16)),
-                        ("give both, or none", lambda: adafactor8bit.Adafactor8Bit([p], beta1=0.9, beta3=0.99)),
-                        ("goes with scale_weight_decay=False", lambda: adafactor8bit.Adafactor8Bit([p], weight_decay=0.1)),
-                        ("give both alike", lambda: bitsandbytes.AdEMAMix([p], t_alpha=9))]:
+    params, bnb, adafactor = [parameter(4)], modules["bitsandbytes"], modules["adafactor8bit"].Adafactor8Bit
+    for words, make in [("amsgrad=True", lambda: modules["torchao"].AdamW8bit(params, amsgrad=True)),
+                        ("dampening=0.5", lambda: bnb.SGD(params, 1e-3, 0.9, 0.5)),
+                        ("optim_bits=16", lambda: bnb.Lion(params, optim_bits=16)),
+                        ("give both alike", lambda: bnb.AdEMAMix(params, t_alpha=9)),
+                        ("give both, or none", lambda: adafactor(params, beta1=0.9, beta3=0.99)),
+                        ("goes with scale_weight_decay=False", lambda: adafactor(params, weight_decay=0.1)),
+                        ("without dampening", lambda: modules["flashoptim"].FlashSGD(
+                            params, momentum=0.9, dampening=0.1, nesterov=True))]:
         raises(ValueError, words, make)
 
 
 def test_torch_compat_more():
     """bitsandbytes' overrides of parameters, torchao's offloading."""
-    from nibble_optim.compat import bitsandbytes, flashoptim, torchao
-    params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
-    raises(ValueError, "without dampening", lambda: flashoptim.FlashSGD(params, momentum=0.9, dampening=0.1, nesterov=True))
-    bitsandbytes.GlobalOptimManager.get_instance().override_config(params[1], "optim_bits", 32)
+    from nibble_optim.compat import bitsandbytes, torchao
+    params, manager = [parameter(64, 64), parameter(64, 64)], bitsandbytes.GlobalOptimManager.get_instance()
+    manager.override_config(params[1], "optim_bits", 32)
     optimizer = bitsandbytes.AdamW8bit(params)
     hosts = copy.deepcopy(params)
     offloaded = torchao.CPUOffloadOptimizer(hosts, torchao.AdamW8bit, lr=1e-3)
     torch.optim.lr_scheduler.LambdaLR(offloaded, lambda epoch: 1.0)
-    for p in params + hosts:
-        p.grad = torch.ones_like(p)
+    give(params), give(hosts)
     optimizer.step(), offloaded.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     assert torch.equal(hosts[0], params[0])
     assert torch.equal(optimizer.state[params[1]]["state2"], optimizer.state[params[1]]["v"])
-    bitsandbytes.GlobalOptimManager.get_instance().override_config(params[0], "optim_bits", 8)
+    manager.override_config(params[0], "optim_bits", 8)
     optimizer = bitsandbytes.Adam(params)
     optimizer.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
-    bitsandbytes.GlobalOptimManager.get_instance().initialize()
+    manager.initialize()
     assert optimizer._is_small(params[0])
 
 
@@ -197,8 +193,7 @@ def test_torch_flashoptim_of_a_model():
         model = Net()
         flashoptim.cast_model(model, full_precision_layers=["head"])
         optimizer = flashoptim.FlashAdamW(model.parameters(), lr=1e-3, master_weight_bits=bits)
-        for p in model.parameters():
-            p.grad = torch.sin(torch.arange(float(p.numel()))).view(p.shape).to(p.dtype)
+        give(model.parameters())
         want = {name: torch.randn(value.shape) for name, value in Net().state_dict().items()
                 if value.is_floating_point() and "running" not in name}
         for step in range(2):  # before there are states, and beside them
@@ -264,8 +259,7 @@ def test_torch_transformer_engine_masters():
         again = FusedAdam(its, master_weights=True, **more)
         again.load_state_dict(saved)
         for one, other in ((fused, params), (again, its)):
-            for p in other:
-                p.grad = torch.ones_like(p)
+            give(other)
             one.step()
         assert all(torch.equal(fused.state[p]["master_param"], again.state[q]["master_param"])
                    for p, q in zip(params, its)), (dtype, more)

@@ -8,17 +8,7 @@ import tempfile
 import unittest.mock
 import warnings
 
-from test_torch import batch, make, model_of, nibble_optim, raises, same, torch, train
-
-
-def parameter(*shape):
-    return torch.nn.Parameter(torch.sin(torch.arange(float(torch.Size(shape).numel())) ** 2).view(shape))
-
-
-def give(params, number):
-    """Gives the parameters gradients, which depend on a step's number."""
-    for i, p in enumerate(params):
-        p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel())) ** 2).view(p.shape).to(p.dtype)
+from test_torch import batch, give, make, model_of, nibble_optim, parameter, raises, same, torch, train
 
 
 def test_torch_refused_at_construction():
@@ -127,7 +117,7 @@ def test_torch_states_taken_and_replaced():
         optimizer.param_groups[0]["steps"] = 0
 
     for change in (pop, replace_all, begin_anew):
-        model, anew = model_of(), change is begin_anew
+        model, anew = model_of(dtype=torch.bfloat16), change is begin_anew
         optimizer = make(model, preset="adamw8")
         train(model, optimizer, 1, 3)
         saved = copy.deepcopy(optimizer.state_dict())

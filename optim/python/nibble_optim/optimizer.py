@@ -186,7 +186,6 @@ class Optimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._flat = None
         if self._apart is not None:
             self._set_apart()
 
@@ -451,8 +450,6 @@ class Optimizer(torch.optim.Optimizer):
             new = [(params[i], grads[i]) for i in self._idle if grads[i] is not None]
         else:
             new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
-        if any(g.layout is not torch.strided for _, g in new):
-            raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
         if new and is_capturing():
             raise RuntimeError("a step was captured into a CUDA graph before any was taken with these gradients and "
                                "states; take some before")

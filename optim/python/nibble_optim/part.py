@@ -639,8 +639,8 @@ class Part:
                 raise ValueError(f"{what}: the saved {name} is {tuple(saved.shape)} of {saved.dtype} and "
                                  f"{self.handle.describe()} has {tuple(view.shape)} of {view.dtype}; make the "
                                  "optimizer with the formats and shapes that it was saved with")
-        if any(view.nbytes < padded[name] for name, view in views.items()):
-            for name in filter(lambda name: self.keeps(tensor, name), ("m", "v", "slow")):
+        for name in {name.split(".")[0] for name, view in views.items() if view.nbytes < padded[name]}:
+            if name in ("m", "v", "slow") and self.keeps(tensor, name):
                 self.moment(tensor, name, torch.zeros(self.kept_shapes[tensor]))  # the padding has codes of zero
         with torch.no_grad():
             for name, view in views.items():
