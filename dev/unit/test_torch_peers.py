@@ -159,16 +159,15 @@ def test_torch_compat_more():
     assert optimizer._is_small(params[0])
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.norm = torch.nn.Conv2d(2, 30, 3), torch.nn.BatchNorm2d(30)
-        self.middle, self.head = torch.nn.Linear(30, 50), torch.nn.Linear(50, 5)
+def net():
+    torch.manual_seed(1)
+    return torch.nn.ModuleDict({"first": torch.nn.Conv2d(2, 30, 3), "norm": torch.nn.BatchNorm2d(30),
+                                "middle": torch.nn.Linear(30, 50), "head": torch.nn.Linear(50, 5)})
 
-    def forward(self, x):
-        x = torch.relu(self.norm(self.first(x).float())).mean((2, 3)).to(self.middle.weight.dtype)
-        return self.head(self.middle(x))
+
+def forward(model, x):
+    x = torch.relu(model["norm"](model["first"](x).float())).mean((2, 3)).to(model["middle"].weight.dtype)
+    return model["head"](model["middle"](x))
 
 
 def test_torch_flashoptim_of_a_model():
@@ -177,7 +176,7 @@ def test_torch_flashoptim_of_a_model():
     layers = [dict(), dict(dtype=torch.float16, selective=False), dict(full_precision_layers=["head"]),
               dict(full_precision_recast_layers=["mid*"], full_precision_layers=["*.head"])]
     for its in layers:
-        models = [Net(), Net()]
+        models = [net(), net()]
         makers = [flashoptim.cast_model]
         with contextlib.suppress(ImportError):
             makers.append(importlib.import_module("flashoptim").cast_model)
@@ -187,14 +186,14 @@ def test_torch_flashoptim_of_a_model():
         assert types[0] == types[-1] and len(set(types[0].values())) > 1 and types[0]["first.weight"] != torch.float32
         if its.get("dtype") is None:
             x = torch.randn(4, 2, 6, 6).bfloat16()
-            outputs = [model(x) for model in models[:len(makers)]]
+            outputs = [forward(model, x) for model in models[:len(makers)]]
             assert torch.equal(outputs[0], outputs[-1]) and outputs[0].dtype == outputs[-1].dtype
     for bits, most in ((24, 2.0 ** -16), (32, 0.0), (None, 2.0 ** -8)):
-        model = Net()
+        model = net()
         flashoptim.cast_model(model, full_precision_layers=["head"])
         optimizer = flashoptim.FlashAdamW(model.parameters(), lr=1e-3, master_weight_bits=bits)
         give(model.parameters())
-        want = {name: torch.randn(value.shape) for name, value in Net().state_dict().items()
+        want = {name: torch.randn(value.shape) for name, value in net().state_dict().items()
                 if value.is_floating_point() and "running" not in name}
         for step in range(2):  # before there are states, and beside them
             optimizer.set_fp32_model_state_dict(model, want)
