@@ -31,7 +31,7 @@ class Run:
         self.open({name: numbers(shape, t).to(device, self.dtype).clone()
                    for t, (name, shape) in enumerate(SHAPES.items())})
 
-    def open(self, values=None, **more):
+    def open(self, values=None, in_backward=False, **more):
         if values:
             self.params = {name: torch.nn.Parameter(value) for name, value in values.items()}
         settings = {**self.settings, **more}  # biases come last, where rules of matrices have them too
@@ -39,6 +39,8 @@ class Run:
         matrices, biases = ([(name, p) for name, p in self.params.items() if ("bias" in name) == wanted]
                             for wanted in (False, True))
         self.optimizer = nibble_optim.Optimizer(matrices, lr=1e-2, seed=1, **settings)
+        if in_backward:
+            self.optimizer.step_in_backward()
         self.optimizer.add_param_group({"params": biases, **of_biases})
         return self.optimizer
 
@@ -85,16 +87,16 @@ def pickled(run):
 
 
 def in_the_backward_pass(run):
-    """Saved states go on in the backward pass and after it, from either."""
-    run.optimizer.step_in_backward()
+    """Saved states go on in the backward pass and after it, from either; a group may come after step_in_backward."""
+    run.open(in_backward=True)
     for number in range(1, 7):
         run.in_backward = number in (1, 2, 3, 5)
         saved = run.optimizer.state_dict()
         if number == 3:
             copied(run)
         elif number > 3:
-            run.open({name: p.detach().clone() for name, p in run.params.items()})  # without hooks
-            (run.optimizer.step_in_backward() if run.in_backward else run.optimizer).load_state_dict(saved)
+            values = {name: p.detach().clone() for name, p in run.params.items()}  # without hooks
+            run.open(values, in_backward=run.in_backward).load_state_dict(saved)
         run.until(number)
 
 
