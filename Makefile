@@ -73,7 +73,7 @@ SHARED_OBJECTS := $(OPTIM_OBJECTS) $(DATA_OBJECTS) $(RANKS_OBJECTS) $(BUILD)/cor
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
                              optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cu optim/*/*.cuh optim/*/*.h data/*.c data/*.h dev/*.cu dev/*.h \
                              dev/examples/*.cuh dev/unit/*.cu dev/unit/*.c dev/unit/*.h dev/fuzz/*.cu))
-# Its last twentieth, the validation text, is the end of train_gpt2.cu.
+# Its last twentieth is the validation text: train_gpt2.cu and what comes before it.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
 

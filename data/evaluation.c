@@ -93,6 +93,14 @@ static const char* task_path(const char* name, const Tokenizer* tokenizer) {
     return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);
 }
 
+// Returns what to type so that prepare.py makes a task for the tokenizer.
+static const char* how_made(const char* name, const Tokenizer* tokenizer) {
+    const int tokens = tokenizer ? tokenizer_tokens(tokenizer) : 50257;  // GPT-2's, which prepare.py takes by itself
+    const char* other = tokens == 256 ? " --tokenizer bytes" : " --tokenizer DIR, the folder of the model's tokenizer";
+    return text_kept(".venv/bin/python data/prepare.py --eval %s[=FILE.jsonl] --force%s", name,
+                     tokens == 50257 ? "" : other);
+}
+
 bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
     memset(e, 0, sizeof(*e));
     if (!*name) {
@@ -108,19 +116,15 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     int64_t bytes = 0;
     if (!is_path(name) && !file_exists(path)) {
         return data_error(error,
-                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval "
-                          "%s[=FILE.jsonl], or type the path of an evaluation file, such as FOLDER/NAME.eval",
-                          name, path, name);
+                          "--eval %s: there is no %s; type the path of an evaluation file, such as FOLDER/NAME.eval, "
+                          "or make it with %s",
+                          name, path, how_made(e->name, tokenizer));
     }
     e->file = file_read(path, &bytes, error);
     if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
     const char* wrong = evaluation_parse(e, bytes, tokenizer);
     if (!wrong) return true;
-    const bool of_bytes = tokenizer && tokenizer_tokens(tokenizer) == 256;
-    data_error(
-        error,
-        "%s %s; make it again with .venv/bin/python data/prepare.py --eval %s[=FILE.jsonl] --force --tokenizer %s",
-        path, wrong, e->name, of_bytes ? "bytes" : "DIR, the folder of the model's tokenizer");
+    data_error(error, "%s %s; type --eval %s after %s", path, wrong, e->name, how_made(e->name, tokenizer));
     evaluation_close(e);
     return false;
 }

@@ -49,15 +49,16 @@ static const char* synonym_answer(const char* typed, bool near) {
     return NULL;
 }
 
-// Returns the only option for whose name the typed one may be a slip; NULL: there is none, or several.
+// Returns the only option that begins with the typed name, or for whose name it may be a slip; NULL: there is none, or
+// several.
 static const Option* option_near(const char* typed) {
-    const Option* near = NULL;
-    for (int i = 0; i < OPTION_COUNT; i++) {
-        if (!name_is_near(typed, OPTIONS[i].name)) continue;
-        if (near) return NULL;
-        near = &OPTIONS[i];
+    const Option *begins = NULL, *near = NULL;
+    int beginnings = 0, slips = 0;
+    for (const Option* option = OPTIONS; option < OPTIONS + OPTION_COUNT; option++) {
+        if (strncmp(option->name, typed, strlen(typed)) == 0) begins = option, beginnings++;
+        if (name_is_near(typed, option->name)) near = option, slips++;
     }
-    return near;
+    return beginnings == 1 ? begins : slips == 1 ? near : NULL;
 }
 
 // Returns what to type instead of a word that is not an option; NULL: that is not known.
@@ -276,9 +277,28 @@ bool options_apart(const Options* options, char* error) {
     return true;
 }
 
+// True if --override gives an option one of these values.
+static bool is_overridden(const char* overrides, const char* name, const char* values) {
+    for (const char* value; (value = text_word(&values, '|'));) {
+        const char* word = text_kept("%s=%s", name, value);
+        for (const char* at = overrides; (at = strstr(at, word)); at++) {
+            if (strchr(" \t;", at[strlen(word)])) return true;  // or its end
+        }
+    }
+    return false;
+}
+
 bool options_needed(const Options* options, char* error) {
     Options standard;
     options_defaults(&standard);
+    if (*options->val && !*options->data) {
+        return data_error(error, "--val %s validates, and nothing is named to train on; type --data PATH too",
+                          options->val);
+    }
+    if (options->eval_every > 0 && !*options->eval) {
+        return data_error(error, "--eval-every %lld has nothing to score; type --eval NAMES too, or leave it out",
+                          options->eval_every);
+    }
     for (int i = 0; i < NEED_ROWS; i++) {
         const char *needed = NEEDS[i].other, *values = NEEDS[i].values;
         for (const char *at = NEEDS[i].names, *name; (name = text_word(&at, ' '));) {
@@ -286,7 +306,7 @@ bool options_needed(const Options* options, char* error) {
             const char* value = option_text(option, options);
             if (!option_given(options, name) || strcmp(value, option_text(option, &standard)) == 0) continue;
             if (text_among(option_text(option_find(needed), options), values, '|')) continue;
-            if (strstr(options->overrides, text_kept("%s=", needed))) continue;
+            if (is_overridden(options->overrides, needed, values)) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name, value, needed,
                               values, name);
         }

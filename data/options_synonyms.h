@@ -47,6 +47,7 @@ static const struct {
     {"comm", "leave it out: --grads bf16 also sends half the bytes"},
     {"format", "leave it out: a format is a file in optim/formats, as optim/README.md says under How to add"},
     {"rank-basis", "leave it out: galore keeps its directions in fp32"},
+    {"field tokenizer train-bpe", "leave it out here: data/prepare.py has it, which makes the folder of --data"},
     {"wandb-log", "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports"},
 };
 
