@@ -10,6 +10,8 @@
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
 
+static const char SCORES[] = "{\"task\": ";  // the first bytes of --eval-out's file
+
 typedef struct {
     char magic[8];
     uint32_t version, kind, vocabulary, fingerprint, examples, rows;
@@ -97,8 +99,8 @@ static const char* task_path(const char* name, const Tokenizer* tokenizer) {
 static const char* how_made(const char* name, const Tokenizer* tokenizer) {
     const int tokens = tokenizer ? tokenizer_tokens(tokenizer) : 50257;  // GPT-2's, which prepare.py takes by itself
     const char* other = tokens == 256 ? " --tokenizer bytes" : " --tokenizer DIR, the folder of the model's tokenizer";
-    return text_kept(".venv/bin/python data/prepare.py --eval %s[=FILE.jsonl] --force%s", name,
-                     tokens == 50257 ? "" : other);
+    return text_kept(".venv/bin/python data/prepare.py --eval %s%s --force%s", name,
+                     text_among(name, "hellaswag lambada", ' ') ? "" : "=FILE.jsonl", tokens == 50257 ? "" : other);
 }
 
 bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
@@ -140,10 +142,17 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char*
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
         evaluation_close(&e);
     }
-    const char* place = file_exists(out) ? out : path_in(path_parent(out), ".");
-    if (!*out || (!folder_exists(out) && access(place, W_OK) == 0)) return true;
-    return data_error(error, "--eval-out %s cannot be written: %s; name a file that can", out,
-                      folder_exists(out) ? "it is a folder" : strerror(errno));
+    const bool there = file_exists(out), folder = folder_exists(out);
+    const char* place = there ? out : path_in(path_parent(out), ".");
+    if (*out && (folder || access(place, W_OK) != 0)) {
+        return data_error(error, "--eval-out %s cannot be written: %s; name a file that can", out,
+                          folder ? "it is a folder" : strerror(errno));
+    }
+    char begin[sizeof(SCORES)] = "";
+    FILE* file = there ? fopen(out, "re") : NULL;
+    const bool own = !file || fread(begin, 1, sizeof(begin) - 1, file) == 0 || strcmp(begin, SCORES) == 0;
+    if (file) fclose(file);
+    return own || data_error(error, "--eval-out %s holds something else already; name a new file", out);
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.

@@ -58,7 +58,8 @@ const char* path_there(const char* folder, const char* name) {
 
 char* path_absolute(const char* path) {
     SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
-    const bool joins = folder && text_is_utf8(folder, (int64_t)strlen(folder));
+    const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");  // the folder would be part of it
+    const bool joins = folder && !pattern && text_is_utf8(folder, (int64_t)strlen(folder));
     return joins ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 
@@ -220,7 +221,7 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
 
 FILE* log_open(const char* path, char* error) {
     struct stat status;
-    const int descriptor = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    const int descriptor = open(path, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
     if (descriptor < 0) {
         data_error(error, "%s cannot be written: %s; %s", path, strerror(errno),
                    errno == EMFILE ? "type ulimit -n 1024 first" : "name a folder that is writable");

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include "errors.h"
 
@@ -168,12 +169,20 @@ __attribute__((noinline)) static void stack_take(void) {
 
 // Ends the process unless it gets so many bytes more.
 static void require_room(size_t need) {
-    void* room = mmap(NULL, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int flags =
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // limits count it, and the machine's memory does not
+    void* room = mmap(NULL, need, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (room == MAP_FAILED) memory_missing(need);
     munmap(room, need);
 }
 
 void memory_begin(void) {
+    static const char text[] = "train: error: the limit of the stack is below 2 MiB; type ulimit -s 8192 first\n";
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_cur < 2 << 20) {
+        if (write(2, text, sizeof(text) - 1) < 0) _exit(2);
+        _exit(2);
+    }
     require_room(STACK_BYTES + BEGIN_BYTES);
     stack_take();
 }

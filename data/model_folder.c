@@ -126,7 +126,9 @@ static bool all_used(const Safetensors* model, const ModelTensor* tensors, int c
         const bool head = strcmp(name, "lm_head.weight") == 0;
         if (head && !head_is_tied(model, tensor, error)) return false;
         bool used = head || text_ends(name, ".attn.bias") || text_ends(name, ".attn.masked_bias");  // the causal mask
-        for (int n = 0; n < count && !used; n++) used = strcmp(name, tensors[n].name) == 0;
+        for (int n = 0; n < count && !used; n++) {
+            used = strcmp(name, tensors[n].name) == 0 && find_tensor(model, name) == tensor;  // of two names for one
+        }
         if (used) continue;
         return data_error(error,
                           "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "

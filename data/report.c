@@ -260,11 +260,12 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
     }
     if (state->skipped > 0) {
-        run_say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite; the last %lld in a row\n",
-                (long long)state->skipped, (long long)state->step, (long long)state->skipped_last);
+        const char* last = text_kept("; the last %lld in a row", (long long)state->skipped_last);
+        run_say(run, "skipped  %lld of %lld steps, whose loss or gradient was not finite%s\n",
+                (long long)state->skipped, (long long)state->step, state->skipped_last ? last : "");
     }
     return !useless || data_error(run->error,
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
-                                  run_last_checkpoint(run), o->lr);
+                                  run->last_checkpoint[0] ? run->last_checkpoint : "the run", o->lr);
 }

@@ -1,4 +1,5 @@
 #include "resume.h"
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -110,7 +111,7 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
 }
 
 // Refuses the folder of another run and, if the user named the checkpoint itself, of one that has newer ones. Others
-// that are newer are damaged, and replaced when the run comes to their steps.
+// that are newer are damaged, and are renamed to NAME.damaged, unless in a dry run.
 static bool goes_on_in_folder(const Resume* resume, bool named_itself, char* error) {
     const char* run = resume->options->run;
     SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(run, NULL);
@@ -120,10 +121,19 @@ static bool goes_on_in_folder(const Resume* resume, bool named_itself, char* err
                           resume->from);
     }
     SCOPED int64_t* steps = NULL;
-    if (!same || !named_itself || checkpoint_list(run, &steps) == 0) return true;
-    return steps[0] <= checkpoint_step(resume->from) ||
-           data_error(error, "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
-                      checkpoint_name(run, steps[0]), resume->from);
+    const int count = same ? checkpoint_list(run, &steps) : 0;
+    for (int i = 0; i < count && steps[i] > checkpoint_step(resume->from); i++) {
+        const char *path = checkpoint_name(run, steps[i]), *aside = text_kept("%s.damaged", path);
+        if (named_itself) {
+            return data_error(error,
+                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                              path, resume->from);
+        }
+        if (resume->options->dry_run) continue;
+        if (!folder_remove(aside, error)) return false;
+        if (rename(path, aside) != 0) return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
+    }
+    return true;
 }
 
 // Sets `from` to the checkpoint that the user named. Returns its run folder; NULL with a sentence.
@@ -153,7 +163,7 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     }
     const bool named_itself = !automatic && file_exists(path_in(named, "state.json"));
     if (named_itself) folder = folder_of_named(resume, named, error);
-    if (!folder || !run_folder_free(folder, true, error)) return false;
+    if (!folder || (*o->run && !run_folder_free(folder, true, error))) return false;
     if (!o->dry_run && !run_folder_hold(run, folder, error)) return false;
     if (named_itself ? !take_named(resume, error) : !take_newest(resume, named, automatic, error)) return false;
     if (!resume->state) return true;

@@ -44,7 +44,7 @@ bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
         return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", s->lr);
     }
     return s->warmup <= flat || s->steps == 0 ||
-           data_error(error, "--warmup %lld is more than the %lld steps before the rate falls; type --warmup %lld",
+           data_error(error, "--warmup %lld is more than the %lld steps that are left for it; type --warmup %lld",
                       (long long)s->warmup, flat, flat);
 }
 

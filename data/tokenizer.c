@@ -156,8 +156,9 @@ static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, in
 
 // Reads the lines of merges.txt. The first one names the version; a later one may well begin with '#', a token like any
 // other.
-static const char* read_merges(Tokenizer* tokenizer, const char* text) {
+static const char* read_merges(Tokenizer* tokenizer, const char* text, int64_t bytes) {
     int rank = 1, number = 1;
+    if ((int64_t)strlen(text) != bytes) return "is damaged: a byte of it is 0";
     for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n', number++) {
         const int64_t length = (int64_t)strcspn(line, "\r\n");
         if (length == 0 || (number == 1 && strncmp(line, "#version", 8) == 0)) continue;
@@ -225,7 +226,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
                *merges = path ? path_there(folder, "merges.txt") : NULL,
                *more = whole ? whole : path_there(folder, "added_tokens.json"), *wrong = NULL;
     const bool alone = whole && !merges;
-    int64_t bytes;
+    int64_t bytes = 0;
     if (!path && !whole) return data_error(error, "%s holds neither vocab.json nor tokenizer.json", folder);
     if (alone) path = whole;
     JSON_SCOPED Json* names = json_read(path, error);
@@ -245,7 +246,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     tokenizer->encodes = tokenizer->merges || tokenizer->characters;
     if (merges) path = merges;
     if (tokenizer->merges)
-        wrong = alone ? list_merges(tokenizer, json_get(model, "merges")) : read_merges(tokenizer, lines);
+        wrong = alone ? list_merges(tokenizer, json_get(model, "merges")) : read_merges(tokenizer, lines, bytes);
     if (tokenizer->merges && !wrong) wrong = bytes_missing(tokenizer);
     return !wrong || data_error(error, "%s %s", path, wrong);
 }

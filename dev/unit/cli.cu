@@ -87,9 +87,10 @@ TEST(option_numbers) {
         o.steps = o.memory = 0;
         expect(option_set(option_find(name), &o, text, error) && o.steps + o.memory == want, "--%s %s", name, text);
     }
-    for (const char *at = none, *word; (word = text_word(&at, ' '));)
+    const char *at = none, *sizes = no_sizes;
+    while (const char* word = text_word(&at, ' '))
         expect(!option_set(option_find("steps"), &o, word, error), "%s is %lld", word, o.steps);
-    for (const char *at = no_sizes, *word; (word = text_word(&at, ' '));)
+    while (const char* word = text_word(&sizes, ' '))
         expect(!option_set(option_find("memory"), &o, word, error), "%s is %lld", word, o.memory);
     for (const char* name : {"steps", "memory"}) expect(!option_set(option_find(name), &o, "", error), "--%s=", name);
 }

@@ -339,7 +339,7 @@ def library(case):
     made = case.folder / "data.so"
     try:
         done = subprocess.run(
-            ["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", "-O0", "-w", "-pthread", *sources, "-o", made, "-lm"],
+            ["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", "-O0", "-w", "-pthread", "-fopenmp", *sources, "-o", made, "-lm"],
             capture_output=True,
         )
     except OSError:
