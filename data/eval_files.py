@@ -119,6 +119,8 @@ def read_questions(path, vocabulary):
     questions = Questions(vocabulary)
     with reading(path) as file:
         for where, line in lines_of(unpacked(file), path, MAX_QUESTION):
+            if isinstance(line, ValueError):
+                raise Problem(f"{where}: {line}")
             try:
                 questions.add(json.loads(line))
             except (ValueError, RecursionError) as error:

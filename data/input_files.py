@@ -24,6 +24,7 @@ from messages import Problem
 END = "<|endoftext|>"
 BLOCK_BYTES = 1 << 20  # of a text that are read at once
 MAX_LINE = 1 << 26  # bytes of a line of JSON
+MAX_WORD = 1000  # characters within which a cut waits for the end of a word
 MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 # pyarrow's own derive from ValueError and NotImplementedError.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError, ValueError, NotImplementedError)
@@ -129,6 +130,8 @@ class Notes:
 # The longest beginning of a text behind which a cut changes no token: GPT-2's pattern never matches across the border
 # from a character that is not white space to white space, and never looks back.
 SAFE_CUT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+# The shortest such beginning, or what is before END.
+WORD_END = re.compile(rf".*?(\S(?=[ \n])|(?={re.escape(END)}))", re.DOTALL)
 LINE_END = re.compile(r"(\r?\n)?")
 
 
@@ -136,22 +139,23 @@ def cut(blocks, most):
     """Yields (whether it begins a document, text, lines before it) of the documents in a text, which comes in blocks.
 
     END begins a document, and a line end behind it is dropped. A document of more than `most` characters comes in
-    pieces, which have the tokens of the whole unless a word is longer than that. One of white space alone is skipped.
+    pieces of about that. They have the tokens of the whole where a word ends, before a blank or a line end, within each
+    `most` characters, or MAX_WORD if that is more. A document of white space alone is skipped.
     """
     blocks, text, at, more, begins, lines = iter(blocks), "", 0, True, True, 0
+    longest = max(most, MAX_WORD)
     while more or at < len(text):
-        if more and len(text) - at < 2 * most:  # so a piece that is cut off has an END behind it as a whole
+        if more and len(text) - at < 2 * longest:  # so a piece that is cut off has an END behind it as a whole
             block = next(blocks, None)
             more, text, at = block is not None, text[at:] + (block or ""), 0
             continue
         end = text.find(END, at, at + most + len(END))
-        separated = end >= 0
-        if not separated and len(text) - at <= most:
+        if end < 0 and len(text) - at <= most:
             end = len(text)
-        elif not separated:
-            safe = SAFE_CUT.match(text, at, at + most + 1)
-            end = safe.end() if safe else at + most
-        piece = text[at:end]
+        elif end < 0:
+            safe = SAFE_CUT.match(text, at, at + most + 1) or WORD_END.match(text, at, at + longest + len(END))
+            end = min(safe.end() if safe else len(text), at + longest)
+        separated, piece = text.startswith(END, end), text[at:end]
         if piece.strip() or not begins:
             yield begins, piece, lines
             begins = False
@@ -182,12 +186,16 @@ def read_text(stream, path, most, notes):
 
 
 def lines_of(stream, path, most):
-    """Yields (place, line) of the lines that are not blank."""
+    """Yields (place, line) of the lines that are not blank. In place of one of more than `most` bytes there is a
+    ValueError."""
     for number, line in enumerate(iter(lambda: stream.readline(most + 1), b""), 1):
+        place = f"{path}: line {number}"
         if len(line) > most:
-            raise Problem(f"{path}: line {number}: longer than {most >> 20} MiB; write one record a line")
-        if line.strip():
-            yield f"{path}: line {number}", line
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(BLOCK_BYTES)
+            yield place, ValueError(f"longer than {most >> 20} MiB; write one record a line")
+        elif line.strip():
+            yield place, line
 
 
 def read_json(stream, path):
@@ -199,7 +207,8 @@ def read_json(stream, path):
     if len(text) > MAX_ARRAY:
         raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a record a line (jq -c '.[]')")
     try:
-        records = json.loads(text)
+        # A byte that is not UTF-8 becomes half of a surrogate pair, for which text_of refuses its record alone.
+        records = json.loads(text.decode(json.detect_encoding(text), "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: not JSON ({error})") from None
     for number, record in enumerate(records, 1):
@@ -207,7 +216,7 @@ def read_json(stream, path):
 
 
 def read_parquet(file, path, field):
-    """Yields (place, record) of the rows."""
+    """Yields (place, record) of the rows. In place of a text that is not UTF-8 there is a ValueError."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file)
@@ -215,13 +224,20 @@ def read_parquet(file, path, field):
     if field not in names:
         raise Problem(f'{path}: there is no field "{field}" but {", ".join(names)}: choose one with --field')
     for batch in table.iter_batches(batch_size=1024, columns=[field]):
-        for text in batch.column(0).to_pylist():
+        for value in batch.column(0):
             number += 1
-            yield f"{path}: row {number}", {field: text}
+            try:
+                record = {field: value.as_py()}
+            except ValueError as error:
+                record = error
+            yield f"{path}: row {number}", record
 
 
 def text_of(record, field):
-    """Returns the text of a record, which is JSON's line if it is bytes. Raises ValueError with a reason."""
+    """Returns the text of a record, which is JSON's line if it is bytes. Raises ValueError with a reason, which may stand
+    in place of the record."""
+    if isinstance(record, ValueError):
+        raise record
     try:
         record = json.loads(record) if isinstance(record, bytes) else record
     except (ValueError, RecursionError) as error:
@@ -250,7 +266,7 @@ def read_records(records, field, most, notes):
 
 
 def read_inputs(paths, field, most, notes, bar):
-    """Yields (whether it begins a document, text of at most `most` characters) of all files. Moves the progress bar."""
+    """Yields (whether it begins a document, text) of all files, as cut() gives them. Moves the progress bar."""
     for path in paths:
         kind, before = input_kind(path), bar.n
         with reading(path) as file:

@@ -12,8 +12,8 @@
 An input is a .txt, .jsonl, .json (an array, or a record a line) or .parquet file, each but the last also packed by
 gzip, xz, bzip2 or zstd, or the name of a public corpus, which is downloaded. `<|endoftext|>` in a text begins another
 document. Text is encoded with GPT-2's byte-pair encoding, or with another of its kind (--tokenizer, --train-bpe;
-vocabulary.py), by tiktoken; every document begins with the token <|endoftext|>. What cannot be used is left out,
-counted and reported.
+vocabulary.py), by tiktoken; every document begins with the token <|endoftext|>. A document that cannot be used is left
+out, counted and reported; a packed file, a .json array or a .parquet file that is broken stops the program.
 
 Validation text is drawn by --seed from all inputs alike, unless --val names some. What is of several files is written
 in an order of its own, so that its beginning is of all of them too.
@@ -61,22 +61,40 @@ SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) tak
 BPE_CHARACTERS = 1 << 30  # --train-bpe reads this much of the training text
 
 
+def stretches(pieces, unit):
+    """Groups the pieces of each document into lists of at most `unit` characters, or of one piece that is longer."""
+    stretch, size = [], 0
+    for begins, text in pieces:
+        if stretch and (begins or size + len(text) > unit):
+            yield stretch
+            stretch, size = [], 0
+        stretch.append((begins, text))
+        size += len(text)
+    if stretch:
+        yield stretch
+
+
 def draw(pieces, share, unit, seed):
     """Yields (part, whether it begins a document, text) of each piece, where about `share` of the text is for "val".
 
     The text is counted in documents, and a longer one in stretches of at most `unit` characters. One is drawn from each
-    1 / share of them, so every input gives its share. A stretch of another part than the one before begins a document.
+    1 / share of them, so every input gives its share; where that leaves a part empty, the last one is for that part.
+    A stretch of another part than the one before begins a document.
     """
-    generator, number, count, chosen, part, size = random.Random(seed), -1, 0, -1, None, 0
-    for begins, text in pieces:
-        if begins or size + len(text) > unit:
-            number, size, before = number + 1, 0, part
-            while chosen < number:
-                chosen, count = int((count + generator.random()) / share), count + 1
-            part = "val" if number == chosen else "train"
-            begins = begins or part != before
-        size += len(text)
-        yield part, begins, text
+    generator, number, count, chosen, part, given = random.Random(seed), 0, 0, -1, None, set()
+    following = stretches(pieces, unit)
+    stretch = next(following, None)
+    while stretch:
+        after = next(following, None)
+        while chosen < number:
+            chosen, count = int((count + generator.random()) / share), count + 1
+        before, part = part, "val" if number == chosen else "train"
+        if not after and given == {part}:
+            part = "train" if part == "val" else "val"
+        given.add(part)
+        for i, (begins, text) in enumerate(stretch):
+            yield part, begins or (i == 0 and part != before), text
+        stretch, number = after, number + 1
 
 
 def read_parts(options, notes, what):
@@ -141,8 +159,8 @@ def encode_all(pieces, words, options):
     for tokens in in_threads(encode, batches(pieces), options.workers):
         validation.append(tokens["val"])
         yield "train", tokens["train"][:left]
-        left -= len(tokens["train"])
-        if left <= 0:
+        left = max(0, left - len(tokens["train"]))
+        if not left and any(map(len, validation)):
             break
     tokens = np.concatenate(validation)
     yield "val", tokens if len(options.val_files) == 1 else shuffled(tokens, words.end, options.seed)
@@ -335,6 +353,8 @@ def write_meta(folder, size, writers, sources):
 
 def prepare(options):
     started, out, notes = time.time(), Path(options.out), Notes()
+    if out.name in ("", ".."):
+        raise Problem(f"--out {out}: the folder needs a name of its own; type --out data/corpus, or another one")
     folder = out.with_name(out.name + ".tmp")
     if out.exists() and not options.force:
         raise Problem(f"{out}: exists already; give another --out, or --force to replace it")
@@ -344,7 +364,8 @@ def prepare(options):
     try:
         folder.mkdir()
     except FileExistsError:
-        raise Problem(f"{folder}: another prepare.py writes it or was killed; wait, or type rm -r {folder}") from None
+        remove = f"rm -r {shlex.quote(str(folder))}"
+        raise Problem(f"{folder}: another prepare.py writes it or was killed; wait, or type {remove}") from None
     try:
         convert = nanogpt.convert if options.from_nanogpt else text_parts
         size, lengths, parts = convert(options, folder, notes)
@@ -383,6 +404,9 @@ def main(arguments=None):
     except KeyboardInterrupt:
         say("prepare: interrupted; nothing was written", sys.stderr)
         return 130
+    except BrokenPipeError:  # Nobody reads what is printed. Shards are there by then, but evaluation files may not all be.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1 if options.eval else 0
     except Problem as found:
         problem = found
     except ImportError as missing:

@@ -12,6 +12,7 @@ import array
 import bz2
 import ctypes
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -174,12 +175,14 @@ def test_formats(case):
     import pyarrow.parquet
 
     val = case.write("v.txt", "validation")
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1] * 4, "text": ["the", None, "", "in"]}), case.folder / "a.PARQUET")
+    texts = pyarrow.array([b"the", None, b"", b"\xff", b"in"])
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), len(texts), texts.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1] * 5, "text": texts}), case.folder / "a.PARQUET")
     for name, content, documents in (*FORMATS, ("a.PARQUET", None, ["the", "in"])):
         if content:
             case.write(name, content)
-        said = ['1 that cannot be used: a.PARQUET: row 2: field "text" is not a text\n'] if name == "a.PARQUET" else []
-        corpus = case.prepare(name, "--val", val, "--force", said=said)
+        said = '2 that cannot be used: a.PARQUET: row 2: field "text" is not a text; a.PARQUET: row 4: \'utf-8\' codec'
+        corpus = case.prepare(name, "--val", val, "--force", said=[said] if name == "a.PARQUET" else [])
         assert (corpus.documents("train"), corpus.documents("val")) == (documents, ["validation"]), name
     body = case.prepare(case.write("body.jsonl", '{"body": "the the\\n"}'), "--val", val, "--field", "body", out="body")
     assert [body.text.get(token) for token in body.tokens("train")] == [None, b"t", b"he", b" the", b"\n"]
@@ -200,10 +203,10 @@ def test_bad_documents(case):
     bad = ['{"text": ', '{"body": "b"}', '{"text": 5}', '{"text": null}', "[1]", '{"text": "\\ud83d"}', '{"text": "\udcff"}']
     bad = ['{"text": "first"}', *bad, json.dumps({"text": spaces}), '{"text": " \\n "}', '{"text": "last"}']
     long = "the red man\n" * 30000
-    nulls = json.dumps([{"text": "first"}, {"text": None}, 5])
+    nulls = json.dumps([{"text": "first"}, {"text": None}, 5, {"text": "\udcff"}, {"text": "é"}], ensure_ascii=False)
     cases = (  # name, contents, documents, what is reported
         ("a.jsonl", "\n".join(bad), ["first", spaces, "last"], (" 7 that", "a.jsonl: line 2: not JSON (", "; a.jsonl: line 6: ")),
-        ("a.json", nulls, ["first"], (" 2 that", "element 2: field", "; a.json: element 3")),
+        ("a.json", nulls, ["first", "é"], (" 3 that", "element 2: field", "; a.json: element 4")),
         ("a.txt", joined(["a", "b\udcff", spaces]), ["a\n", spaces + "\n"], (" 1 that", "line 4: not UTF-8 (byte 0xff)")),
         ("long.txt.gz", long[:100000] + "\udcff" + long[100000:], None, (" 1 that", "long.txt.gz: line 8334: not UTF-8")),
         ("records.txt", LINES, None, ("name it .jsonl",)),
@@ -244,7 +247,14 @@ def test_validation_is_of_all_inputs(case):
 def test_validation_of_long_documents(case):
     """Long documents give stretches of themselves, about a tenth of a small corpus."""
     lines, words = "".join(f"line {i} and the rest é\n" for i in range(2000)), "word " * 9000
-    cases = ([lines], [words], ["日本" * 3000], [sample(i, 20000) for i in range(3)], ["the " * 500] * 50, ["a b c d\n" * 1000])
+    cases = ([lines], [words], ["日本" * 30000], [sample(i, 20000) for i in range(3)], ["the " * 500] * 50, ["a b c d\n" * 1000])
+    sys.path.insert(0, str(ROOT / "data"))
+    import prepare
+
+    for count, share, seed in itertools.product((2, 3, 60), (0.005, 0.1, 0.9), range(100)):
+        documents = [(True, f"{i}") for i in range(count)]
+        drawn = list(prepare.draw(documents, share, 64, seed))
+        assert [(begins, text) for _, begins, text in drawn] == documents and {part for part, *_ in drawn} == {"train", "val"}
     for i, books in enumerate(cases):
         names = [case.write(f"{i}_{j}.txt", book) for j, book in enumerate(books)]
         corpus = case.prepare(*names, out=f"it's {i}")
@@ -272,6 +282,8 @@ def test_limit_and_force(case):
     corpus = case.prepare(name, "--limit-tokens", 70000, "--shard-tokens", "3e4", "--workers", 2)
     assert [len(shard) for shard in corpus.shards("train")] == [30000, 30000, 10000]
     case.refuse("exists already", name, "--out", "out")
+    late = case.prepare(name, "--limit-tokens", 500, "--val-fraction", 0.005, "--seed", 2, out="late")
+    assert late.meta["train"]["tokens"] == 500 and late.documents("val")
     corpus = case.prepare(name, "--limit-tokens", 500, "--force")
     assert corpus.meta["train"]["tokens"] == 500 and corpus.documents("val")
     (corpus.folder / "notes").write_text("mine")
@@ -287,7 +299,7 @@ def test_long_document_in_pieces(case):
 
     words, pieces = vocabulary.open_vocabulary(case.folder / "vocabulary"), 0
     for seed in range(30):
-        text = sample(seed, 3000)
+        text = sample(seed, 2000) + "and's" + "and" * 300 + " " * 200 + sample(seed + 99, 700)
         for size in (1, 7, 3000):  # of the blocks in which the text comes
             parts = list(input_files.cut((text[at : at + size] for at in range(0, len(text), size)), 50))
             assert "".join(part for _, part, _ in parts) == text and [begins for begins, _, _ in parts].count(True) == 1
@@ -295,9 +307,10 @@ def test_long_document_in_pieces(case):
             assert [token for _, part, _ in parts for token in words.encode(part)] == words.encode(text).tolist(), seed
             pieces += len(parts)
     assert pieces > 5000, pieces
-    for length in range(30, 60):  # a separator near the end of a piece
+    for length in (*range(30, 60), *range(980, 1020)):  # a separator near the end of a piece
         parts = [(begins, part) for begins, part, _ in input_files.cut(["x" * length + "<|endoftext|>y"], 50)]
-        assert parts == [(True, "x" * min(length, 50)), (False, "x" * (length - 50)), (True, "y")][:: 1 if length > 50 else 2]
+        long = [(False, "x" * (length - 1000))] if length > 1000 else []
+        assert parts == [(True, "x" * min(length, 1000)), *long, (True, "y")]
 
 
 MEASURED = """
@@ -313,15 +326,17 @@ sys.exit(code)
 def test_memory_is_bounded(case):
     """A small packed file does not fill the memory, whatever it unpacks to."""
     case.write("v.txt", "validation")
-    for name, begins, mebibytes, peak, said in (
-        ("a.jsonl.zst", b'{"text": "', 512, 400, "a.jsonl.zst: line 1: longer than 64 MiB; write one record a line"),
-        ("a.json.zst", b'["', 512, 900, "a.json.zst: an array of more than 256 MiB; write a record a line"),
-        ("a.txt.zst", b"", 32, 300, "33,554,432 bytes"),
+    long = "1 that cannot be used: a.jsonl.zst: line 1: longer than 64 MiB; write one record a line"
+    for name, begins, mebibytes, ends, peak, said in (
+        ("a.jsonl.zst", b'{"text": "', 512, b'"}\n{"text": "last"}', 400, long),
+        ("a.json.zst", b'["', 512, b"", 900, "a.json.zst: an array of more than 256 MiB; write a record a line"),
+        ("a.txt.zst", b"", 32, b"", 300, "33,554,432 bytes"),
     ):
         with zstd.open(case.folder / name, "wb") as file:
             file.write(begins)
             for _ in range(mebibytes):
                 file.write(b"a" * (1 << 20))
+            file.write(ends)
         words = [name, "--val", "v.txt", "--out", name + "d", "--workers", "1", "--tokenizer", "vocabulary"]
         done = case.typed(sys.executable, "-c", MEASURED, ROOT / "data", *words)
         assert said in done.stdout + done.stderr and "Traceback" not in done.stderr, done
@@ -416,16 +431,19 @@ def test_from_nanogpt(case):
 def test_interrupted_and_killed(case):
     """It leaves nothing under the name OUT, and a second one does not write into its OUT.tmp."""
     name, small = case.write("a.txt", sample(1, 100_000) * 150), case.write("b.txt", "the\n" * 99)
-    command = [sys.executable, str(ROOT / "data" / "prepare.py"), name, "--tokenizer", "vocabulary", "--out", "o"]
+    command = [sys.executable, str(ROOT / "data" / "prepare.py"), name, "--tokenizer", "vocabulary", "--out", "o p"]
     for number, status in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
         process = subprocess.Popen(command, cwd=case.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        while not list(case.folder.glob("o.tmp/train_*.bin")):
+        while not list(case.folder.glob("o p.tmp/train_*.bin")):
             assert process.poll() is None and time.sleep(0.05) is None
-        case.refuse("o.tmp: another prepare.py writes it or was killed; wait, or type rm -r o.tmp", small, "--out", "o")
+        case.refuse("o p.tmp: another prepare.py writes it or was killed; wait, or type rm -r 'o p.tmp'", small, "--out", "o p")
         process.send_signal(number)
         process.communicate(timeout=60)
-        assert process.returncode == status and not (case.folder / "o").exists(), process.returncode
-        assert (case.folder / "o.tmp").exists() == (number == signal.SIGKILL)
+        assert process.returncode == status and not (case.folder / "o p").exists(), process.returncode
+        assert (case.folder / "o p.tmp").exists() == (number == signal.SIGKILL)
+    command[2], command[-1] = small, "whole"
+    done = case.typed("bash", "-c", shlex.join(command) + ' | true; exit ${PIPESTATUS[0]}', status=0)
+    assert done.stderr == "" and Corpus(case.folder / "whole").documents("val"), "nobody reads what is printed"
 
 
 def test_errors(case):
@@ -456,6 +474,7 @@ def test_errors(case):
         ([good, "--train-bpe", 300], "--tokenizer does not go with --train-bpe; leave --tokenizer out"),
         (["--from-nanogpt", ".", "--workers", 2], "--workers does not go with --from-nanogpt; leave --workers out"),
         ([], "give INPUT or --from-nanogpt FOLDER"),
+        *(([good, "--out", out, "--force"], f"--out {out}: the folder needs a name of its own") for out in (".", "/", "..")),
         ([good, "--out", "good.txt/b"], "good.txt: File exists; free space, allow it, or give another"),
     ):
         case.refuse(expected, *words)
