@@ -40,9 +40,15 @@ def numbers(records, field):
 
 
 class RunLog:
-    """records: {kind: [record, ...]} by step; config: the last such line; resumes: the steps gone on from; began: the
-    step from which the last process went on, or 0; bad: (line number, what is wrong) of the first line that is no record, or None; changes: how often earlier records
-    were dropped, so that who has copied them begins anew when it changes."""
+    """The records of a run's log, as far as it was read:
+
+    records  {kind: [record, ...]}, by step
+    config   the last line of this type
+    resumes  the steps from which processes went on
+    began    the step from which the last process went on, or 0
+    bad      (line number, what is wrong) of the first line that is no record, or None
+    changes  how often earlier records were dropped; whoever holds a copy of them makes it anew when this number changes
+    """
 
     def __init__(self, run):
         run = Path(run)
@@ -69,7 +75,7 @@ class RunLog:
         for line in lines:
             self.take(line)
             self.offset += len(line) + 1
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if whole and json.loads(rest):
                 self.take(rest)
         return bool(lines)
@@ -86,7 +92,7 @@ class RunLog:
             if line.strip():
                 record = json.loads(line, parse_constant=lambda name: None)  # a number that is not finite is null
                 self.add(record["type"], record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             self.bad = self.bad or (self.line, error)
 
     def add(self, kind, record):
@@ -96,6 +102,8 @@ class RunLog:
         if kind != "resume" and kind not in KINDS:
             return
         step, time = record["step"], record.get("time_s") or 0.0
+        if type(step) is not int:
+            raise ValueError(f"step {json.dumps(step)} is no whole number")
         if kind == "resume":
             self.resumes.append(step)
             self.began = step

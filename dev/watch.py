@@ -114,6 +114,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     that leads here (Host) is refused."""
 
     protocol_version = "HTTP/1.1"
+    timeout = 20  # seconds that a client may be silent, with its thread
 
     def __init__(self, runs, contents, *more):
         self.runs, self.contents = runs, contents
@@ -123,6 +124,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
             self.send_header(name, value)
+        if status != 200:
+            self.send_header("Connection", "close")  # so a body that was not read is never taken for a request
         self.end_headers()
         self.wfile.write(body)
 
@@ -139,9 +142,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(*((200, *found) if found else (404, "text/plain", b"there is no such page\n")))
 
     def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.local():
-            self.answer(200, "application/json", json.dumps(news(self.runs, json.loads(body))).encode())
+        if not self.local():
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or len(length) > 7:
+            self.answer(400, "text/plain", b"Content-Length must be a number of at most 7 digits\n")
+            return
+        have = json.loads(self.rfile.read(int(length)))
+        self.answer(200, "application/json", json.dumps(news(self.runs, have)).encode())
 
     def log_message(self, *_):
         pass

@@ -8,15 +8,19 @@ where there is none.
 """
 
 import csv
+import functools
 import http.client
+import http.server
 import io
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -160,8 +164,12 @@ def test_log_lines(case):
     evaluations = (evaluated(2, name, acc=0.5) for name in ("h", "l", "h"))
     case.log("a", *evaluations, *(sampled(2, "a", "b", i) for i in (0, 1, 1)))
     assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
+    case.log("a", "[" * 100000 + "\n")
     case.log("a", "oh\n", '{"type": "train", "step": "3", "loss": 1}\n', '{"type": "train", "step": 3}\n', "[1]\n", train(3))
     assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
+    odd = [train(1) | {"step": step} for step in ("x", 1.5, True)]
+    begun = RunLog(case.log("b", *odd, train(1), resume("x"), train(2), "[" * 100000)).read()
+    assert steps(begun) == [1, 2] and begun.complaint() == 'line 1 of its log is not a record (step "x" is no whole number)'
     (case.runs / "a" / "log.jsonl").write_text(json.dumps(train(7)))
     assert not log.poll() and steps(log) == [] and steps(log.read()) == [7], "another file"
 
@@ -192,6 +200,29 @@ def test_news(case):
         assert len(server.ask("GET", "/bokeh.js")[2]) > 10**6
         assert server.ask("GET", "/../watch.py")[0] == 404 and server.ask("GET", "/", host="evil.example:80")[0] == 403
         assert server.ask("POST", "/news", "{}", host="evil.example")[0] == 403
+        assert socket.socket().connect_ex(("127.0.0.2", server.port)), "it listens on 127.0.0.1 only"
+
+
+def test_half_a_request(case):
+    """A client that sends half a request holds its thread for a while only; a bad one is refused before its body comes."""
+    import watch
+
+    case.log("a", CONFIG, train(1))
+    handler = type("Handler", (watch.Handler,), {"timeout": watch.Handler.timeout / 40})
+    make = functools.partial(handler, watch.Runs(case.runs), {})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for host, more, expected in (
+            ("localhost:1", "", b""),
+            ("localhost:1", "Content-Length: 99\r\n\r\n{", b""),
+            ("localhost:1", "Content-Length: -1\r\n\r\n", b"HTTP/1.1 400 "),
+            ("localhost:1", "\r\n", b"HTTP/1.1 400 "),
+            ("evil.example", "Content-Length: 99\r\n\r\n", b"HTTP/1.1 403 "),
+        ):
+            with socket.create_connection(server.server_address, timeout=20) as client:
+                client.sendall(f"POST / HTTP/1.1\r\nHost: {host}\r\n{more}".encode())
+                assert client.makefile("rb").read()[:13] == expected, (host, more)
+        server.shutdown()
 
 
 def test_errors(case):
