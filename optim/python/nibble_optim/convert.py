@@ -33,11 +33,6 @@ def _write(path, arrays):
             file.write(data.numpy().tobytes())
 
 
-def _bytes_at(part, address, size):
-    block = next(b for b in part.blocks if b.data_ptr() <= address < b.data_ptr() + b.numel())
-    return block[address - block.data_ptr():][:size]
-
-
 def _single(optimizer):
     if len(optimizer._parts) != 1:
         raise ValueError(f"the optimizer has {len(optimizer._parts)} parts (parameters of several types or formats, or "
@@ -71,7 +66,7 @@ def to_train(optimizer, path):
     """Writes optimizer.safetensors for a checkpoint of ./train. Primary weights of fp32 and bf16 belong to the
     checkpoint's model.safetensors. The parameters must come in the order of ./train's tensors."""
     part = _single(optimizer)
-    _write(path, {name: (dtype, _bytes_at(part, address, size).cpu())
+    _write(path, {name: (dtype, part.bytes_at(address, size).cpu())
                   for name, dtype, address, size, *_ in part.handle.states()})
 
 
@@ -89,7 +84,7 @@ def from_train(optimizer, path, step):
         raise ValueError(f"{path}: the array {sorted(set(saved) - set(wanted))[0]} is of no use for "
                          f"{part.handle.describe()}")
     for name, (_, address, size) in wanted.items():
-        _bytes_at(part, address, size).copy_(saved[name][1])
+        part.bytes_at(address, size).copy_(saved[name][1])
     part.publish(optimizer.state, [step] * len(part.params))
     for group in optimizer.param_groups:
         group["steps"] = step

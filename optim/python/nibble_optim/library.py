@@ -154,9 +154,7 @@ class Handle:
         now.weights, now.grads, now.group_of = (array.buffer_info()[0] for array in (weights, grads, group_of))
         now.group, now.step, now.stream = self.groups, step, stream
         now.grad_scale, now.found_inf = grad_scale, found_inf
-        status = self.library.nibble_optim_step(self.handle, ctypes.byref(now), self.error)
-        if status:
-            check(status, self.error)
+        check(self.library.nibble_optim_step(self.handle, ctypes.byref(now), self.error), self.error)
 
     def clock(self, stream=None):
         """Returns the number of the last step, replayed graphs included; waits for the stream."""

@@ -484,11 +484,10 @@ class Optimizer(torch.optim.Optimizer):
         for part in self._parts:
             for p, its in zip(part.params, part.compact()):
                 states["state"][self._place_of[p]].update(its)
-        for part in self._parts:
             for t, its in part.spread().items():
                 there = states["state"][self._place_of[part.params[t]]]
-                states["state"][self._place_of[part.params[t]]] = {"step": there["step"], "element": there["element"],
-                                                                   **its}
+                its.update(step=there["step"], element=there["element"])
+                states["state"][self._place_of[part.params[t]]] = its
         return states
 
     def load_state_dict(self, state_dict):

@@ -338,15 +338,18 @@ class Part:
     def stream(self):
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.gpu else None
 
+    def bytes_at(self, address, size):
+        """Returns memory of the states, as a tensor of bytes."""
+        block = next(b for b in self.blocks if b.data_ptr() <= address < b.data_ptr() + b.numel()) if size else None
+        return block[address - block.data_ptr():][:size] if size else torch.empty(0, dtype=torch.uint8)
+
     def _views(self, tensor):
         """Yields the states of a tensor. With one number an element they have its shape; codes in blocks are bytes."""
         name, rows, cols, first, count = self.tensors[tensor]
         states, shape = list(self._states(tensor)), self.kept_shapes[tensor]
         alone = {n.split(".")[0] for n, *_ in states if "." in n}
         for name, dtype, data, size, run, bits in states:
-            block = next(b for b in self.blocks if b.data_ptr() <= data < b.data_ptr() + b.numel()) if size else None
-            view = block[data - block.data_ptr():][:size] if size else torch.empty(0, dtype=torch.uint8)
-            row = self._row_bytes(tensor, run, bits)
+            view, row = self.bytes_at(data, size), self._row_bytes(tensor, run, bits)
             if row:
                 begin = first % TILE // max(run, 1) * bits // 8
                 shard = view[begin:begin + shape[0] * row].view(-1, row)
@@ -633,8 +636,6 @@ class Part:
                              f"{count} from {first} on; load them on as many ranks as saved them")
         for name, view in views.items():
             saved = _local(state[name])
-            if saved.dim() == 1 and saved.nbytes == padded[name] > view.nbytes:  # as version 0.1.0 saved it
-                state[name] = saved = saved[:len(view)]
             if saved.shape != view.shape or saved.dtype != view.dtype:
                 raise ValueError(f"{what}: the saved {name} is {tuple(saved.shape)} of {saved.dtype} and "
                                  f"{self.handle.describe()} has {tuple(view.shape)} of {view.dtype}; make the "
