@@ -72,9 +72,10 @@ def test_library_beta2_of_0():
 def same_again_and_resumed(shapes, **settings):
     """Three runs that end with the same bytes, of which the third goes on from what the first saved after step 2."""
     runs = [Plain(shapes, seed=3, **settings) for _ in range(3)]
-    for number in range(1, 5):
+    for number in (1, 2, 3, 7):
         for run in runs[:2]:
             run.step(number)
+            assert "capturable" not in settings or run.handle.clock() == number, settings
         if number == 2:
             runs[2].handle.load(runs[0].handle.save())
             for to, source in zip(runs[2].weights, runs[0].weights):
@@ -87,7 +88,7 @@ def same_again_and_resumed(shapes, **settings):
 
 def test_library_same_bits_again_and_resumed():
     for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24", "adafactor8", "came8", "rmnp4"):
-        same_again_and_resumed([(50, 100), 1, 2048, 300], preset=preset)
+        same_again_and_resumed([(50, 100), 1, 2048, 300], preset=preset, capturable=1)
 
 
 def test_library_master_of_a_late_gradient():
@@ -186,15 +187,6 @@ def test_library_shares_of_tensors_that_are_read_whole():
         ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1),
         ("e", 6, 0, 0, 0)])
     assert [handle.place(t).owner >= 0 for t in range(6)] == [True, False, True, False, False, False]
-
-
-def test_library_clock():
-    for preset in ("adamw8", "came8", "muon8"):
-        plain = Plain([(5, 8)], preset=preset, capturable=1)
-        assert plain.handle.clock() == 0
-        for number in (1, 2, 7):
-            plain.step(number)
-            assert plain.handle.clock() == number
 
 
 def test_library_limit_growth():

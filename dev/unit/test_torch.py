@@ -174,11 +174,6 @@ def replace(name, value):
     return lambda p, _: setattr(p, name, value(p))
 
 
-def write(p, _):
-    with torch.no_grad():
-        p.mul_(0.5)
-
-
 # Each row names a change that other code may make to a parameter of 16 x 16 in bf16 between two steps, makes it, and has
 # a word of the refusal. Gradients lie in `memory` of 512 numbers. "at its address": comparing addresses sees no change.
 CHANGES = [
@@ -195,12 +190,10 @@ CHANGES = [
     ("resized to more", change_object(lambda grad: grad.resize_(16, 17)), "of shape (16, 17)"),
     ("set to others' memory", change_object(lambda grad: grad.set_(torch.ones(16, 16).bfloat16())), None),
     ("sparse", replace("grad", lambda p: p.grad.to_sparse()), "sparse gradient"),
-    ("parameter elsewhere", replace("data", lambda p: p.data.clone()), None),
     ("parameter elsewhere, in fp32", replace("data", lambda p: p.data.float()), "has been replaced"),
     ("parameter elsewhere, shorter", replace("data", lambda p: p.data[:8].clone()), "has been replaced"),
     ("parameter elsewhere, transposed", replace("data", lambda p: p.data.clone().t()), "has been replaced"),
     ("parameter at its address, transposed", turn, "has been replaced"),
-    ("parameter written", write, None),
     ("parameter frozen", lambda p, _: p.requires_grad_(False), None)]
 
 
