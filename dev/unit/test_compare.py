@@ -180,7 +180,7 @@ def test_stops_children_at_ctrl_c(case):
 
 
 def test_two_at_once_are_refused(case):
-    sweep = case.write(LONG)
+    sweep = case.write(LONG.replace("steps = 150", "steps = 100000"))
     process = case.start(sweep)
     wait_for(lambda: processes(case.work / "a_s1"))
     assert f"{case.work}: another run.py is at work" in case.run(sweep, status=2)
@@ -188,7 +188,7 @@ def test_two_at_once_are_refused(case):
     assert f"{case.out}: another run.py is at work" in said, said
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 130 and not os.listdir(case.out)
+    assert process.returncode == 130 and not os.listdir(case.out), (process.returncode, os.listdir(case.out))
 
 
 def test_what_another_ended_meanwhile(case):
