@@ -1,5 +1,6 @@
 // Tests of rules that read rows, columns and tensors (optim/rows/rows.cuh), and of --limit-growth: conversions on load,
 // how the limiter begins, and where the numbers of columns lie. What a step computes is in laws_oracle.cu.
+#include "../../optim/placed.h"
 #include "../../optim/rows/rows.h"
 #include "laws.h"
 
@@ -56,6 +57,23 @@ TEST(rows_convert_v) {
         first += R + C, row += R;
     }
     expect(worst < 1e-6, "off by %.1e", worst);
+}
+
+// A v that is given to came, as from another package's states, leaves the second numbers at zero.
+TEST(rows_moment_of_came) {
+    const OptimConfig config = rows_config("came");
+    OptimRun run;
+    run_open(&run, &config, model, OPTIM_FP32);
+    const float* numbers = numbers_of(&run);
+    for (int t = 0; t < TENSORS; t++) {
+        const int64_t R = model[t].rows, C = model[t].cols;
+        std::vector<float> v((size_t)(R * C), 3.0f);
+        expect(optim_moment(run.optim, t, SLOT_V, v.data(), true), "%s keeps no v", model[t].name);
+        for (int64_t i = 0; i < 2 * (R + C); i++)
+            expect(fabsf(numbers[i] - (i < R + C ? 3.0f : 0.0f)) < 1e-5f, "%s: number %d is %g", model[t].name, (int)i,
+                   (double)numbers[i]);
+        numbers += 2 * (R + C);
+    }
 }
 
 // A moment without a counterpart is refused; one that the new rule does not keep is left behind.

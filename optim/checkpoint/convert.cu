@@ -181,15 +181,16 @@ static void numbers_prepare(const Side* side) {
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
 }
 
-// Turns a v of elements into a v of rows and columns, or only of rows: the means over each.
+// Turns a v of elements into a v of rows and columns, or only of rows: the means over each. came's second numbers begin
+// at zero.
 static void side_means(Side* side, const float* values) {
     const int64_t rows = side->tensor->rows, cols = side->tensor->cols;
-    double* mean = (double*)memory_zero((size_t)(rows + cols), sizeof(double));
+    const int64_t numbers = span_numbers(format_span(side->format), side->tensor);
+    double* mean = (double*)memory_zero((size_t)(rows + cols + numbers), sizeof(double));
     for (int64_t i = side->begin; i < side->end && i < rows * cols; i++) {
         mean[i / cols] += (double)values[i] / (double)cols;
         mean[rows + i % cols] += (double)values[i] / (double)rows;
     }
-    const int64_t numbers = span_numbers(format_span(side->format), side->tensor);
     for (int64_t i = 0; i < numbers; i++) side->host.new_scales[i] = (float)mean[i];
     numbers_replace(side);
     free(mean);
