@@ -74,7 +74,7 @@ typedef struct {
     const char* name;
     double value, error;
 } EvaluationFigure;
-// What data/README.md defines: acc, and acc_norm or for last words perplexity; NaN if a score is not finite.
+// data/README.md defines a result's figures: acc, acc_norm, perplexity. They are NaN if a score is not finite.
 typedef struct {
     const Evaluation* task;
     int T, examples, left_out, cut;  // the context; scored, with a choice longer than T, with a context that was cut

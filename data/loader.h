@@ -31,8 +31,8 @@ typedef enum { DATA_AUTO, DATA_BYTES } DataFormat;
 
 // Opens a folder, file or glob. prepare.py writes the parts of a folder as train_*.bin and val_*.bin. Elsewhere the
 // last `validation_fraction` of each file is the validation part, at least one window of T+1 tokens in all, and the
-// rest is the training part. The whole of a folder are its training shards. Of several files, those without a window
-// are left out and counted.
+// rest is the training part. The whole of a folder is its training shards. If there are several files, those without a
+// window are left out and counted.
 // Checks magic, version and length of each header, and that all shards' folders have one vocabulary.
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error);

@@ -182,7 +182,7 @@ int fflush(FILE* file) {
     return EOF;
 }
 
-// Of these only the calls of the program and of the C library count.
+// These fail only where the program or the C library calls them.
 #define OWN(type, name, failure, kind, parameters, call)                              \
     type name parameters {                                                            \
         return is_own(__builtin_return_address(0)) && fails(kind) ? (failure) : call; \

@@ -55,7 +55,7 @@ DATA_TEST(corpus_every_character) {
         expect(got == want, "the words around U+%04X to U+%04X are not tiktoken's", first, first + BLOCK - 1);
     }
     expect(blocks == 0x110000 / BLOCK, "%d blocks", blocks);
-    // Of two merges that want the same byte, the earlier one in merges.txt counts: \xA9 and a, not a and \xC3.
+    // The earlier line of merges.txt wins if two merges want the same byte: \xA9 joins a, so a does not join \xC3.
     const int joined = tokenizer_encode(tokenizer,
                                         "\xC3\xA9"
                                         "a\xC3\xA9",
@@ -85,7 +85,7 @@ DATA_TEST(corpus_content) {
     enum { BYTES = 1 << 20 };
     static unsigned char bytes[BYTES];
 #define BINARY "\x9C\0\x07\xF3", 4
-    // What the file begins with, what follows again and again, their lengths, and pieces of the sentence; none: a text.
+    // A row has the first bytes, those that then repeat, their lengths and two parts of the refusal (empty: a text).
     static const std::tuple<const char*, int, const char*, int, const char*, const char*> cases[] = {
         {"\x1F\x8B\x08\x00", 4, BINARY, "is gzip data", "type make venv && .venv/bin/python data/prepare.py '/"},
         {"\3757zXZ\0", 6, BINARY, "is xz data", "data/prepare.py '/"},
