@@ -304,8 +304,10 @@ inline void device_after_comm(const Comm* comm) {
 }
 
 // Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r
-// sends to s must have as many bytes as s receives from r. All ranks call it.
+// sends to s must have as many bytes as s receives from r. All ranks call it. A link of one rank does nothing: NCCL is
+// not loaded where a node's copy engines serve all ranks.
 inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const CommPiece* receives) {
+    if (link->world == 1) return;
     for (int r = 0; r < link->world; r++) link->sent += r == link->rank ? 0 : sends[r].bytes;
     if (comm->stand_in) return stand_in_exchange(comm, link, sends, receives);
     if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives);
@@ -348,9 +350,10 @@ inline void comm_release(const Comm* comm, const Link* link, const CommPiece* re
     }
 }
 
-// Begins or ends a group of exchanges on a link, which NCCL launches at once; other transports ignore it.
+// Begins or ends a group of exchanges on a link, which NCCL launches at once; other transports ignore it, and so does a
+// link of one rank.
 inline void comm_group(const Comm* comm, const Link* link, bool begin) {
-    if (!comm->stand_in && !link_copies(comm, link))
+    if (!comm->stand_in && link->world > 1 && !link_copies(comm, link))
         check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 

@@ -324,7 +324,7 @@ inline void shard_all_gather(Shard* s, int bucket, void* memory, int64_t bytes, 
         comm_copy(c, shard_at(s, memory, bucket, own, bytes), shard_own_at(s, kept, own, bytes), own.tiles * bytes);
     }
     for (Link* link : {&c->net, &c->node}) {
-        const int64_t pieces = link->world > 1 ? shard_pieces(s, link, bucket, INT64_MAX) : 0;
+        const int64_t pieces = shard_pieces(s, link, bucket, INT64_MAX);
         comm_group(c, link, true);
         for (int64_t i = 0; i < pieces; i++) {
             for (int r = 0; r < link->world; r++) {
