@@ -45,7 +45,7 @@ def read_log(run):
             f"{log.path}: cannot be read ({error.strerror}); give a run folder that holds a log.jsonl"
         ) from None
     if log.bad:
-        raise Problem(f"{log.path}: line {log.bad[0]}: not a record of a log ({log.bad[1]})")
+        raise Problem(f"{log.path}: line {log.bad[0]}: not a record of a log ({log.bad[1]}); of a study give RUNS.jsonl:NAME")
     if not log.records["train"] + log.records["val"]:
         raise Problem(f"{log.path}: there is no loss in it yet")
     return log
