@@ -21,8 +21,9 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
     if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
     const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0);
     if (has_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    if (is_low_rank(rows.rule)) used += snprintf(line + used, bytes - used, "  of a projection, and");
-    snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
+    const bool low = is_low_rank(rows.rule);
+    snprintf(line + used, bytes - used, "%s  %.4g B/param%s", low ? " (of a projection)" : "", rows_bytes_each(&rows),
+             low ? " without these" : "");
 }
 
 static void list_row(FILE* file, const FormatRow* row) {
