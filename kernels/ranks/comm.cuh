@@ -166,7 +166,7 @@ inline StandIn* stand_in_open(const Launch* launch) {
     int file = first ? memfd_create("nibble", MFD_CLOEXEC) : -1;  // it has no name that could outlive the ranks
     if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
     snprintf(name, sizeof(name), "/proc/%d/fd/%d", (int)getpid(), file);
-    launch_broadcast(launch, 0, name, sizeof(name));
+    launch_broadcast(launch, name, sizeof(name));
     name[sizeof(name) - 1] = 0;
     if (!first) file = open(name, O_RDWR | O_CLOEXEC);
     void* map = file < 0 ? MAP_FAILED : mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -420,7 +420,7 @@ inline void nccl_join(Comm* comm) {
     check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
     nccl_open(&comm->nccl);
     if (comm->rank == 0) check(nccl_status(comm, comm->nccl.get_unique_id(&id)));
-    launch_broadcast(comm->launch, 0, &id, sizeof(id));
+    launch_broadcast(comm->launch, &id, sizeof(id));
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
@@ -508,10 +508,10 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
-    launch_broadcast(launch, 0, &bytes, sizeof(bytes));
+    launch_broadcast(launch, &bytes, sizeof(bytes));
     char* first = (char*)memory_zero((size_t)bytes, 1);
     if (launch->rank == 0) strcpy(first, text);
-    launch_broadcast(launch, 0, first, bytes);
+    launch_broadcast(launch, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
     if (text[at] == first[at]) return free(first);
     while (at > 0 && text[at - 1] != 1) at--;  // where the first option that differs begins

@@ -88,7 +88,6 @@ static bool read_address(Launch* launch, int i) {
 
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     const char* secret = text_variable("NIBBLE_SECRET");
-    char purpose[256];
     int i = 0, half = -1;
     for (; i < LAUNCHER_COUNT && !read_rank(launch, i); i++) {
         const char* world = text_variable(LAUNCHERS[i].world);
@@ -122,8 +121,8 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             launch->source, launch->host, text_variable("MASTER_PORT"));
     }
     launch->has_secret = secret[0] != 0;
-    snprintf(purpose, sizeof(purpose), "nibble rendezvous 6 of %d ranks, %s", launch->world, launch->job);
-    hmac_sha256(secret, strlen(secret), purpose, strlen(purpose), launch->key);
+    SCOPED char* text = text_format("nibble rendezvous 7 of %d ranks, %s: %s", launch->world, launch->job, secret);
+    sha256(text, strlen(text), launch->key);
     return true;
 }
 

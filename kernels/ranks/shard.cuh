@@ -478,7 +478,7 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
 
 // Sends rank 0's bytes to all.
 inline void shard_broadcast(const Shard* s, void* bytes, int64_t count) {
-    if (s) launch_broadcast(s->comm.launch, 0, bytes, count);
+    if (s) launch_broadcast(s->comm.launch, bytes, count);
 }
 
 // Weights.
