@@ -243,20 +243,25 @@ inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t st
     return nullptr;
 }
 
-inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* sends, const CommPiece* receives) {
+// `in_place`: no bytes are copied from where they arrive; receives[r].data is set to this place.
+inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* sends, CommPiece* receives,
+                           bool in_place) {
     int64_t max = 0;
     for (int r = 0; r < link->world; r++) {
         if (r == link->rank) continue;
         max = sends[r].bytes > max ? sends[r].bytes : max;
         max = receives[r].bytes > max ? receives[r].bytes : max;
     }
+    assert(!in_place || max <= PEER_PART);
     peers_fork(comm->peers, comm->stream);
     for (int64_t at = 0; at < max; at += PEER_PART) {
         for (int i = 1; i < link->world; i++) {
             // Each rank begins with another, so that no receiver has all senders at once.
             int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
+            CommPiece* in = &receives[from];
             peer_send(comm->peers, sends[to].data, sends[to].bytes, at, to);
-            peer_receive(comm->peers, comm->stream, receives[from].data, receives[from].bytes, at, from);
+            if (!in_place) peer_receive(comm->peers, comm->stream, in->data, in->bytes, at, from);
+            if (in_place && in->bytes > 0) in->data = peer_await(comm->peers, comm->stream, from);
         }
     }
     peers_join(comm->peers, comm->stream);
@@ -304,11 +309,13 @@ inline void device_after_comm(const Comm* comm) {
 }
 
 // Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r
-// sends to s must have as many bytes as s receives from r. All ranks call it.
-inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const CommPiece* receives) {
+// sends to s must have as many bytes as s receives from r. All ranks call it. With `in_place`, pieces are read once,
+// and have at most PEER_PART bytes: receives[r].data becomes the place where a piece arrived, if that saves a copy. The
+// caller queues what reads the pieces on the comm's stream, and then calls comm_release.
+inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives, bool in_place = false) {
     for (int r = 0; r < link->world; r++) link->sent += r == link->rank ? 0 : sends[r].bytes;
     if (comm->stand_in) return stand_in_exchange(comm, link, sends, receives);
-    if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives);
+    if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives, in_place);
     check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < link->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
@@ -324,21 +331,6 @@ inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const 
         }
     }
     check(nccl_status(comm, comm->nccl.group_end()));
-}
-
-// Exchanges pieces that are read once. With DMA copy engines they have at most PEER_PART bytes, and receives[r].data is
-// set to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
-// stream, and then calls comm_release.
-inline void comm_exchange_zero_copy(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives) {
-    if (!link_copies(comm, link)) return comm_exchange(comm, link, sends, receives);
-    peers_fork(comm->peers, comm->stream);
-    for (int i = 1; i < link->world; i++) {
-        int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
-        assert(sends[to].bytes <= PEER_PART && receives[from].bytes <= PEER_PART);
-        peer_send(comm->peers, sends[to].data, sends[to].bytes, 0, to);
-        if (receives[from].bytes > 0) receives[from].data = peer_await(comm->peers, comm->stream, from);
-    }
-    peers_join(comm->peers, comm->stream);
 }
 
 // Lets the senders write to these places again.

@@ -353,7 +353,7 @@ void shard_sum_pieces(Shard* s, Link* link, int bucket, int64_t i) {
         sends[r] = {shard_at(s, s->grads, bucket, run, bytes), run.tiles * bytes};
         receives[r] = {s->incoming + r * stride, own.tiles * bytes};
     }
-    comm_exchange_zero_copy(&s->comm, link, sends, receives);
+    comm_exchange(&s->comm, link, sends, receives, true);
     const bool many = world > PEER_MAX, ends = link->span == 1;
     const bool splits = ends && s->mode >= SHARD_GRADS && !s->releases;
     char* mine = shard_at(s, s->grads, bucket, own, bytes);
