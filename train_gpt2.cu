@@ -360,7 +360,7 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, in
                       m->config.NH);
     linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
     norm_forward(dev, &b->ln2, b->residual2, &b->fc.inp, a->residual[l], a->branch, N, C);
-    linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, N);
+    linear_forward(named(dev, "fc + gelu"), b->pre_gelu, &b->fc, N, &b->fcproj.inp);
 }
 
 // Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
