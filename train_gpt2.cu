@@ -704,7 +704,7 @@ static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    shard_broadcast(m->arena.shard, tokens, count * (int64_t)sizeof(int));
+    if (m->arena.shard) launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 

@@ -476,11 +476,6 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
     return (int64_t)-max;
 }
 
-// Sends rank 0's bytes to all.
-inline void shard_broadcast(const Shard* s, void* bytes, int64_t count) {
-    if (s) launch_broadcast(s->comm.launch, bytes, count);
-}
-
 // Weights.
 
 // Gathers a bucket's weights on all ranks, on the comm's stream.
