@@ -295,6 +295,12 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
+// Makes a stream wait for what is queued on another one so far. `event` is used again once the wait is queued.
+inline void stream_after(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
+    check(cudaEventRecord(event, other));
+    check(cudaStreamWaitEvent(stream, event, 0));
+}
+
 // Returns the milliseconds that a stream takes for what `run` queues. It waits for them.
 template <typename Run>
 float stream_ms(cudaStream_t stream, const Run& run) {

@@ -65,9 +65,7 @@ inline int ring_slot(const LayerRing* r, int64_t item) {
 
 // Makes copies of a ring wait for what is queued on the device's stream so far.
 inline void ring_after_stream(const LayerRing* r, cudaStream_t copies) {
-    if (!r->streams) return;
-    check(cudaEventRecord(r->ready, r->dev->stream));
-    check(cudaStreamWaitEvent(copies, r->ready, 0));
+    if (r->streams) stream_after(copies, r->dev->stream, r->ready);
 }
 
 // Gives the item its slot or, if it is `wide`, all slots. Returns true unless it is there already: the caller then

@@ -253,7 +253,7 @@ inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* 
         max = receives[r].bytes > max ? receives[r].bytes : max;
     }
     assert(!in_place || max <= PEER_PART);
-    peers_fork(comm->peers, comm->stream);
+    stream_after(comm->peers->out, comm->stream, comm->peers->event);
     for (int64_t at = 0; at < max; at += PEER_PART) {
         for (int i = 1; i < link->world; i++) {
             // Each rank begins with another, so that no receiver has all senders at once.
@@ -264,7 +264,7 @@ inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* 
             if (in_place && in->bytes > 0) in->data = peer_await(comm->peers, comm->stream, from);
         }
     }
-    peers_join(comm->peers, comm->stream);
+    stream_after(comm->stream, comm->peers->out, comm->peers->event);
 }
 
 // The transport.
@@ -297,15 +297,11 @@ inline const char* comm_describe(const Comm* comm) {
 
 // Makes the comm's stream wait for the device's stream; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
-    if (comm->stand_in) return;
-    check(cudaEventRecord(comm->event, comm->dev->stream));
-    check(cudaStreamWaitEvent(comm->stream, comm->event, 0));
+    if (!comm->stand_in) stream_after(comm->stream, comm->dev->stream, comm->event);
 }
 
 inline void device_after_comm(const Comm* comm) {
-    if (comm->stand_in) return;
-    check(cudaEventRecord(comm->event, comm->stream));
-    check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
+    if (!comm->stand_in) stream_after(comm->dev->stream, comm->stream, comm->event);
 }
 
 // Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r

@@ -58,17 +58,6 @@ inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* 
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
-// Sends after peers_fork wait for the work of the stream so far; after peers_join the stream waits for these sends.
-inline void peers_fork(const Peers* peers, cudaStream_t stream) {
-    check(cudaEventRecord(peers->event, stream));
-    check(cudaStreamWaitEvent(peers->out, peers->event, 0));
-}
-
-inline void peers_join(const Peers* peers, cudaStream_t stream) {
-    check(cudaEventRecord(peers->event, peers->out));
-    check(cudaStreamWaitEvent(stream, peers->event, 0));
-}
-
 // Sends the part of `data` that begins at byte `at` to rank `to`; beyond the end it does nothing.
 inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
