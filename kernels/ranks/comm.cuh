@@ -216,14 +216,6 @@ inline bool peers_wanted() {
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
 }
 
-// Closes the mailboxes of the others before any rank frees its own.
-inline void peers_part(Peers* peers, const Launch* launch) {
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
-}
-
 // Returns NULL, on all ranks, if one cannot write to another's memory or asks for NCCL.
 inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
@@ -236,10 +228,10 @@ inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t st
     }
     free(card);
     if (!launch_any(launch, failed)) {
-        peers_ready(peers);
+        exchange_stream(&peers->out, &peers->event);
         return peers;
     }
-    peers_part(peers, launch);
+    peers_close(peers, launch);
     return nullptr;
 }
 
@@ -276,7 +268,7 @@ inline void comm_close(Comm* comm) {
     }
     check(cudaDeviceSynchronize());
     launch_any(comm->launch, false);
-    if (comm->peers) peers_part(comm->peers, comm->launch);
+    if (comm->peers) peers_close(comm->peers, comm->launch);
     if (comm->communicator) check(nccl_status(comm, comm->nccl.destroy(comm->communicator)));
     check(cudaEventDestroy(comm->event));
     check(cudaStreamDestroy(comm->stream));
@@ -444,11 +436,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     int64_t before = memory_used(dev);
     comm->peers = peers_open(launch, &comm->node, dev->stream);
     if (!comm->peers || comm->net.world > 1) nccl_join(comm);
-    int low, high;
-    check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    // A higher priority than that of the products: exchanges are needed soon and take few multiprocessors.
-    check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
-    check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
+    exchange_stream(&comm->stream, &comm->event);
     comm_try(comm, patience);
     comm->bytes = memory_used(dev) - before;
 }

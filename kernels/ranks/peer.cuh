@@ -7,6 +7,7 @@
 // Memory: 2 * PEER_PART for every other rank.
 #pragma once
 #include "../common.cuh"
+#include "launch.h"
 
 constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
 constexpr int PEER_SLOTS = 2;
@@ -130,23 +131,23 @@ inline bool peers_connect(Peers* peers, const PeerCard* other, int rank) {
     return opened;
 }
 
-// Makes the stream that sends, once all have connected.
-inline void peers_ready(Peers* peers) {
+// Makes a stream of a higher priority than that of the products: exchanges are needed soon and take few
+// multiprocessors. `event` orders it.
+inline void exchange_stream(cudaStream_t* stream, cudaEvent_t* event) {
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    check(cudaStreamCreateWithPriority(&peers->out, cudaStreamNonBlocking, high));
-    check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
+    check(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, high));
+    check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
-// Closes the mailboxes of the other ranks. All ranks must have done so before any of them calls peers_end.
-inline void peers_disconnect(Peers* peers) {
+// Closes the mailboxes of the others and, when all ranks have done that, frees the own one.
+inline void peers_close(Peers* peers, const Launch* launch) {
     for (int r = 0; r < peers->world; r++) {
         if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));
     }
-}
-
-inline void peers_end(Peers* peers) {
+    launch_any(launch, false);
     if (peers->world > 0 && peers->mailbox[peers->rank]) check(cudaFree(peers->mailbox[peers->rank]));
     if (peers->out) check(cudaStreamDestroy(peers->out));
     if (peers->event) check(cudaEventDestroy(peers->event));
+    free(peers);
 }
