@@ -8,8 +8,8 @@
 //     ring_write(item)       before the device's stream writes into its slot, where another item may still be draining
 //     ring_drain(item)       after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained
 //
-// Users: decoded weights (optim/model/decode.cu) fetch on the device's stream, without copies; states in host memory
-// (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
+// Users: decoded weights (optim/model/decode.cu) and gathered ones (ranks/shard.cuh) fetch on other streams, without
+// copies; states in host memory (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
 #pragma once
 #include "common.cuh"
 
