@@ -360,7 +360,7 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, in
                       m->config.NH);
     linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
     norm_forward(dev, &b->ln2, b->residual2, &b->fc.inp, a->residual[l], a->branch, N, C);
-    linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, N);
+    linear_forward(named(dev, "fc + gelu"), b->pre_gelu, &b->fc, N, &b->fcproj.inp);
 }
 
 // Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
@@ -704,7 +704,7 @@ static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    shard_broadcast(m->arena.shard, tokens, count * (int64_t)sizeof(int));
+    if (m->arena.shard) launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 
@@ -732,8 +732,8 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void broadcast_bytes(void* model, int from, void* bytes, int64_t count) {
-    launch_broadcast(((const Model*)model)->launch, from, bytes, count);
+static void broadcast_bytes(void* model, void* bytes, int64_t count) {
+    launch_broadcast(((const Model*)model)->launch, bytes, count);
 }
 
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
@@ -1262,7 +1262,7 @@ static void resume(Run* run) {
     char* error = run->folder.error;
     require(resume_words(o, error), error);
     if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
-    launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
+    launch_broadcast(run->launch, merge->from, sizeof(merge->from));
     require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
@@ -1475,9 +1475,9 @@ static void folder_begin(Run* run) {
     if (run->launch->rank == 0) {
         require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
-    launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
+    launch_broadcast(run->launch, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
-    launch_broadcast(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
+    launch_broadcast(run->launch, &o->sample_every, sizeof(o->sample_every));
     prompts_broadcast(&run->folder.prompts, broadcast_bytes, run->model);
 }
 

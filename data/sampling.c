@@ -45,17 +45,16 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     return ok;
 }
 
-void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int from, void* bytes, int64_t count),
-                       void* context) {
+void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, void* bytes, int64_t count), void* context) {
     char ignored[DATA_ERROR_BYTES];
     int count = prompts->count;
-    broadcast(context, 0, &count, sizeof(count));
+    broadcast(context, &count, sizeof(count));
     while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
     for (int i = 0; i < count; i++) {
         int length = prompts->length[i];
-        broadcast(context, 0, &length, sizeof(length));
+        broadcast(context, &length, sizeof(length));
         prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
-        broadcast(context, 0, prompts->tokens[i], length * (int64_t)sizeof(int));
+        broadcast(context, prompts->tokens[i], length * (int64_t)sizeof(int));
         prompts->length[i] = length;
     }
 }

@@ -13,10 +13,8 @@ typedef struct {
 // Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for `each` samples of each prompt. V:
 // the model's vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
-// Gives all processes rank 0's prompts: broadcast(context, from, bytes, count) sends bytes of rank `from` to the
-// others.
-void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int from, void* bytes, int64_t count),
-                       void* context);
+// Gives all processes rank 0's prompts: broadcast(context, bytes, count) sends bytes of rank 0 to the others.
+void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, void* bytes, int64_t count), void* context);
 void prompts_close(Prompts* prompts);
 
 // Receives a sample: the text that follows its prompt.

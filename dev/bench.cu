@@ -135,7 +135,7 @@ struct Operators {
         layer("attention projection", n, act.branch, &b->attproj, N);
         a->fp8 = use->gelu_quantizes;
         account(a, "fc + gelu", n, 8.0 * NC * C, 0,
-                [&] { linear_forward_gelu(dev, &b->fcproj.inp, b->pre_gelu, &b->fc, N); });
+                [&] { linear_forward(dev, b->pre_gelu, &b->fc, N, &b->fcproj.inp); });
         layer("fc projection", n, act.branch, &b->fcproj, N);
     }
 

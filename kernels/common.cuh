@@ -295,6 +295,12 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
+// Makes a stream wait for what is queued on another one so far. `event` is used again once the wait is queued.
+inline void stream_after(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
+    check(cudaEventRecord(event, other));
+    check(cudaStreamWaitEvent(stream, event, 0));
+}
+
 // Returns the milliseconds that a stream takes for what `run` queues. It waits for them.
 template <typename Run>
 float stream_ms(cudaStream_t stream, const Run& run) {
@@ -563,25 +569,24 @@ __device__ inline float warp_max(float value) {
     return value;
 }
 
-// Sum over the block, the same value returned in every thread. blockDim.x a multiple of 32, at most 1024; every thread
-// takes part. Uses its own shared memory; safe to call again at once.
-__device__ inline float block_sum(float value) {
+// Reduces over the block, the same value returned in every thread; `none` changes nothing. blockDim.x a multiple of 32,
+// at most 1024; every thread takes part. Uses its own shared memory; safe to call again at once.
+template <float (*WARP)(float)>
+__device__ inline float block_reduce(float value, float none) {
     __shared__ float partial[32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    value = warp_sum(value);
+    value = WARP(value);
     __syncthreads();  // the last call's reads are done
     if (lane == 0) partial[warp] = value;
     __syncthreads();
-    return warp_sum(lane < warps ? partial[lane] : 0.0f);
+    return WARP(lane < warps ? partial[lane] : none);
+}
+
+__device__ inline float block_sum(float value) {
+    return block_reduce<warp_sum>(value, 0.0f);
 }
 
 __device__ inline float block_max(float value) {
-    __shared__ float partial[32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    value = warp_max(value);
-    __syncthreads();
-    if (lane == 0) partial[warp] = value;
-    __syncthreads();
-    return warp_max(lane < warps ? partial[lane] : -INFINITY);
+    return block_reduce<warp_max>(value, -INFINITY);
 }
 #endif

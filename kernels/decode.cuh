@@ -43,7 +43,7 @@ struct DecodeCalls {
     // Is called when each of `count` texts has a new token: DECODE_END if it had ended before, DRAW_NOT_FINITE if its
     // logits are not finite, which ends all. It may end a text by writing DECODE_END, and ends all by returning false.
     bool (*next)(void* context, int* tokens, int count);
-    // Is called when text `index` of decode_prompts is complete: `used` tokens, with its prompt. Not after logits that
+    // Is called when text `index` of decode_run is complete: `used` tokens, with its prompt. Not after logits that
     // are not finite.
     void (*done)(void* context, int index, const int* tokens, int64_t used);
 };
@@ -285,36 +285,15 @@ struct DecodePrompts {
     int64_t length;
 };
 
-// Continues the prompts, d->S texts at a time; calls.done gets the texts in order: `each` of the first prompt, of the
-// second, ... A text's number is its sample's for the draws. Returns false where the model's output is not finite.
-inline bool decode_prompts(Decoder* d, const DecodePrompts* p) {
-    const int total = p->count * p->each;
-    bool goes_on = true;
-    for (int first = 0; first < total && goes_on; first += d->S) {
-        DecodeText texts[DECODE_ROWS];
-        const int texts_now = total - first < d->S ? total - first : d->S;
-        for (int i = 0; i < texts_now; i++) {
-            const int prompt = (first + i) / p->each, used = p->lengths[prompt];
-            int* tokens = (int*)memory_take((size_t)(used + p->length) * sizeof(int));
-            memcpy(tokens, p->tokens[prompt], used * sizeof(int));
-            texts[i] = {tokens, used, first + i, 0, 0, false};
-        }
-        goes_on = decode_texts(d, texts, texts_now, p->length);
-        for (int i = 0; i < texts_now; i++) {
-            if (d->finite) d->calls.done(d->calls.context, first + i, texts[i].tokens, texts[i].used);
-            free(texts[i].tokens);
-        }
-    }
-    return d->finite;
-}
-
-// The same with a decoder of as many sequences as `room` bytes hold, whose arguments are those of decode_open.
+// Continues the prompts with a decoder of as many sequences as `room` bytes hold, whose arguments are those of
+// decode_open. calls.done gets the texts in order: `each` of the first prompt, of the second, ... A text's number is
+// its sample's for the draws. Returns false where the model's output is not finite.
 inline bool decode_run(const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
-                       const DecodePrompts* prompts, const DrawOptions* draw, const DecodeCalls* calls, void* memory,
+                       const DecodePrompts* p, const DrawOptions* draw, const DecodeCalls* calls, void* memory,
                        int64_t room) {
-    const int64_t texts = (int64_t)prompts->count * prompts->each;
+    const int64_t texts = (int64_t)p->count * p->each;
     int64_t longest = 0;
-    for (int i = 0; i < prompts->count; i++) longest = std::max(longest, prompts->lengths[i] + prompts->length);
+    for (int i = 0; i < p->count; i++) longest = std::max(longest, p->lengths[i] + p->length);
     if (texts > DRAW_SAMPLES || longest >= DRAW_PLACES || shape->V > DRAW_TOKENS) {
         user_error(
             "%lld samples of up to %lld tokens out of %d, and draws repeat beyond %lld samples and 2^20 tokens; type "
@@ -325,7 +304,22 @@ inline bool decode_run(const Device* dev, const DecodeShape* shape, bool fp32, c
     if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", shape->T);
     Decoder d;
     decode_open(&d, dev, shape, fp32, tensors, S, draw, calls, memory);
-    const bool finite = decode_prompts(&d, prompts);
+    bool goes_on = true;
+    for (int first = 0; first < (int)texts && goes_on; first += S) {
+        DecodeText text[DECODE_ROWS];
+        const int count = (int)texts - first < S ? (int)texts - first : S;
+        for (int i = 0; i < count; i++) {
+            const int prompt = (first + i) / p->each, used = p->lengths[prompt];
+            int* tokens = (int*)memory_take((size_t)(used + p->length) * sizeof(int));
+            memcpy(tokens, p->tokens[prompt], used * sizeof(int));
+            text[i] = {tokens, used, first + i, 0, 0, false};
+        }
+        goes_on = decode_texts(&d, text, count, p->length);
+        for (int i = 0; i < count; i++) {
+            if (d.finite) calls->done(calls->context, first + i, text[i].tokens, text[i].used);
+            free(text[i].tokens);
+        }
+    }
     decode_close(&d);
-    return finite;
+    return d.finite;
 }

@@ -426,7 +426,11 @@ void fp8_product(const Device* dev, const Fp8* f, D* out, Fp8Factor a, Fp8Factor
     MatmulPointers pointers = {
         b.codes, a.codes, out, bias, nullptr, f->scale_inv + 4 * b.slot, f->scale_inv + 4 * a.slot};
     const cudaDataType_t type[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-    if (!matmul_launch_fp8<D>(dev, &pointers, type[b.type], type[a.type], cols, rows, depth, fast, accumulate)) {
+    MatmulShape shape;
+    matmul_shape(&shape, type[b.type], matmul_type<D>(), CUBLAS_OP_T, CUBLAS_OP_N, cols, rows, depth);
+    shape.input_b = type[a.type], shape.fast = fast;
+    if (bias) shape.epilogue = CUBLASLT_EPILOGUE_BIAS;
+    if (!matmul_launch_shape(dev, &shape, &pointers, accumulate)) {
         user_error("cuBLASLt has no fp8 product of %lld x %lld x %lld on %s; type --matmul bf16", (long long)rows,
                    (long long)cols, (long long)depth, dev->name);
     }

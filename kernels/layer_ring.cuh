@@ -8,8 +8,8 @@
 //     ring_write(item)       before the device's stream writes into its slot, where another item may still be draining
 //     ring_drain(item)       after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained
 //
-// Users: decoded weights (optim/model/decode.cu) fetch on the device's stream, without copies; states in host memory
-// (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
+// Users: decoded weights (optim/model/decode.cu) and gathered ones (ranks/shard.cuh) fetch on other streams, without
+// copies; states in host memory (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
 #pragma once
 #include "common.cuh"
 
@@ -65,9 +65,7 @@ inline int ring_slot(const LayerRing* r, int64_t item) {
 
 // Makes copies of a ring wait for what is queued on the device's stream so far.
 inline void ring_after_stream(const LayerRing* r, cudaStream_t copies) {
-    if (!r->streams) return;
-    check(cudaEventRecord(r->ready, r->dev->stream));
-    check(cudaStreamWaitEvent(copies, r->ready, 0));
+    if (r->streams) stream_after(copies, r->dev->stream, r->ready);
 }
 
 // Gives the item its slot or, if it is `wide`, all slots. Returns true unless it is there already: the caller then

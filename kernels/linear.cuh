@@ -69,13 +69,27 @@ struct Linear {
     G *dweight, *dbias;            // (OC, C), (OC)
 };
 
-// out: (N, OC) = inp weight^T + bias
+// out: (N, OC) = inp weight^T + bias. With `gelu`, what follows is GELU: gelu(out) is made too, its values, or its
+// codes if no cast is to make them.
 template <typename X, typename G>
-void linear_forward(const Device* dev, X* out, const Linear<X, G>* l, int64_t N) {
+void linear_forward(const Device* dev, X* out, const Linear<X, G>* l, int64_t N, const Operand<X>* gelu = nullptr) {
     const Operand<X>*inp = &l->inp, *weight = &l->weight;
-    if (!inp->fp8) return matmul_forward<X>(dev, out, nullptr, inp->values, weight->values, l->bias, N, l->C, l->OC);
+    if (!inp->fp8) {
+        return matmul_forward<X>(dev, gelu ? gelu->values : out, gelu ? out : nullptr, inp->values, weight->values,
+                                 l->bias, N, l->C, l->OC);
+    }
     operand_need(dev, inp, true, true, N, l->C);
     operand_need(dev, weight, true, false, l->OC, l->C);
+#ifdef __CUDACC__
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (gelu && gelu->made == FP8_BOTH) {
+            MatmulGeluFp8 work = {};
+            work.codes = operand_codes(gelu), work.transposed = gelu->columns;
+            work.inverse_left = operand_scale_inv(inp), work.inverse_right = operand_scale_inv(weight);
+            return matmul_gelu_fp8_forward(dev, work, out, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
+        }
+    }
+#endif
     fp8_product<X>(dev, inp->fp8, out, operand_rows(inp), operand_rows(weight), l->bias, N, l->OC, l->C, true, false);
 }
 
@@ -95,26 +109,6 @@ void linear_backward(const Device* dev, X* dinp, const Linear<X, G>* l, int64_t 
                        false, false);
     fp8_product<G>(dev, dout->fp8, l->dweight, operand_columns(dout), operand_columns(inp), (const G*)nullptr, OC, C, N,
                    false, accumulate);
-}
-
-// The layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, and gelu = gelu(pre_gelu): its values, or its codes
-// if no cast is to make them.
-template <typename X, typename G>
-void linear_forward_gelu(const Device* dev, const Operand<X>* gelu, X* pre_gelu, const Linear<X, G>* l, int64_t N) {
-    const Operand<X>*inp = &l->inp, *weight = &l->weight;
-    if (!inp->fp8) {
-        return matmul_forward<X>(dev, gelu->values, pre_gelu, inp->values, weight->values, l->bias, N, l->C, l->OC);
-    }
-    if (gelu->made != FP8_BOTH) return linear_forward(dev, pre_gelu, l, N);
-#ifdef __CUDACC__
-    operand_need(dev, inp, true, true, N, l->C);
-    operand_need(dev, weight, true, false, l->OC, l->C);
-    MatmulGeluFp8 work = {};
-    work.codes = operand_codes(gelu), work.transposed = gelu->columns;
-    work.inverse_left = operand_scale_inv(inp), work.inverse_right = operand_scale_inv(weight);
-    if constexpr (std::is_same_v<X, bf16>)
-        matmul_gelu_fp8_forward(dev, work, pre_gelu, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
-#endif
 }
 
 // Makes gelu: (N, C), or its codes by columns, again.

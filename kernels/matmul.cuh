@@ -118,26 +118,26 @@ __global__ void __launch_bounds__(256, MATMUL_BIAS_BLOCKS)
 #endif
 
 // out: (N, OC) = inp W^T + bias; with pre_gelu: (N, OC) that goes there and out = gelu(pre_gelu).
-// inp: (N, C); weight: (OC, C); bias: (OC) or NULL
-template <typename X>
-void matmul_forward(const Device* dev, X* out, X* pre_gelu, const X* inp, const X* weight, const X* bias, int64_t N,
+// inp: (N, C); weight: (OC, C); bias: (OC) or NULL. D is X, or float for logits.
+template <typename X, typename D>
+void matmul_forward(const Device* dev, D* out, X* pre_gelu, const X* inp, const X* weight, const X* bias, int64_t N,
                     int C, int OC) {
     if constexpr (std::is_same_v<X, float>) {
         if (!dev->gpu) return matmul_forward_cpu(out, pre_gelu, inp, weight, bias, N, C, OC);
     }
 #ifdef __CUDACC__
     cublasLtEpilogue_t plain = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    if constexpr (std::is_same_v<X, bf16>) {
+    if constexpr (std::is_same_v<X, bf16> && std::is_same_v<D, bf16>) {
         if (pre_gelu && bias && matmul_gelu_fits(dev, N, OC, C))
             return matmul_gelu_forward(dev, out, pre_gelu, inp, weight, bias, N, C, OC);
         cublasLtEpilogue_t gelu = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         MatmulPointers fused = {weight, inp, out, bias, pre_gelu};
         if (pre_gelu && matmul_launch<X, X>(dev, &fused, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, gelu, false)) return;
     }
-    MatmulPointers pointers = {weight, inp, pre_gelu ? pre_gelu : out, bias, nullptr};
-    if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
+    MatmulPointers pointers = {weight, inp, pre_gelu ? (void*)pre_gelu : out, bias, nullptr};
+    if (!matmul_launch<X, D>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
         matmul_unsupported("output", N, C, OC);
-    if (pre_gelu) gelu_forward(dev, out, pre_gelu, N * OC);
+    if (pre_gelu) gelu_forward(dev, (X*)out, pre_gelu, N * OC);
 #endif
 }
 

@@ -41,7 +41,18 @@ struct MatmulPointers {
     const void* bias;                                    // or NULL
     const void* aux;                                     // GELU's input, written (GELU_AUX) or read (DGELU); or NULL
     const float *scale_a = nullptr, *scale_b = nullptr;  // fp8: what a and b are to be multiplied by
+    const void* c = nullptr;                             // what beta multiplies; NULL: d
+    float alpha = 1.0f;
+    int32_t batch = 0;  // of a batched product
 };
+
+// Describes d (m, n) = op(a) op(b) without anything special.
+inline void matmul_shape(MatmulShape* s, cudaDataType_t input, cudaDataType_t output, cublasOperation_t op_a,
+                         cublasOperation_t op_b, int64_t m, int64_t n, int64_t k) {
+    memset(s, 0, sizeof(*s));
+    s->m = m, s->n = n, s->k = k, s->op_a = op_a, s->op_b = op_b;
+    s->input = input, s->output = output, s->epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+}
 
 inline bool matmul_is_fp8(const MatmulShape* s) {
     return s->input == CUDA_R_8F_E4M3 || s->input == CUDA_R_8F_E5M2;
@@ -96,13 +107,12 @@ inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLt
     return count;
 }
 
-// d = op(a) op(b) (+ d when accumulating) with the plan's epilogue.
+// d = alpha op(a) op(b) + beta c with the plan's epilogue.
 inline void matmul_run(const Device* dev, const MatmulPlan* plan, const MatmulPointers* pointers,
-                       const cublasLtMatmulAlgo_t* algorithm, bool accumulate) {
-    float alpha = 1.0f, beta = accumulate ? 1.0f : 0.0f;
-    check(cublasLtMatmul(dev->cublaslt, plan->desc, &alpha, pointers->a, plan->a, pointers->b, plan->b, &beta,
-                         pointers->d, plan->d, pointers->d, plan->d, algorithm, dev->workspace, WORKSPACE_BYTES,
-                         dev->stream));
+                       const cublasLtMatmulAlgo_t* algorithm, float beta) {
+    check(cublasLtMatmul(dev->cublaslt, plan->desc, &pointers->alpha, pointers->a, plan->a, pointers->b, plan->b, &beta,
+                         pointers->c ? pointers->c : pointers->d, plan->d, pointers->d, plan->d, algorithm,
+                         dev->workspace, WORKSPACE_BYTES, dev->stream));
 }
 
 // Random bits, of which `keep` stay, and those of `set` are set. Grid ceil(words / 256), block 256.
@@ -149,6 +159,7 @@ inline MatmulTrial matmul_trial(const Device* dev, const MatmulShape* s, const M
     const int64_t outputs = s->m * s->n, bytes = outputs * (s->output == CUDA_R_32F ? 4 : 2);
     MatmulTrial trial = {*used, (unsigned long long*)memory, bytes, writes_aux ? outputs * 2 : 0,
                          s->epilogue == CUBLASLT_EPILOGUE_DEFAULT};
+    trial.pointers.c = nullptr, trial.pointers.alpha = 1.0f;
     const bool fp8 = matmul_is_fp8(s);
     if (fp8) {
         const float one = 1.0f;
@@ -184,10 +195,10 @@ struct MatmulBits {
 inline MatmulBits matmul_bits(const Device* dev, const MatmulPlan* plan, const MatmulTrial* trial,
                               const cublasLtMatmulAlgo_t* algorithm) {
     MatmulBits bits = {};
-    matmul_run(dev, plan, &trial->pointers, algorithm, false);
+    matmul_run(dev, plan, &trial->pointers, algorithm, 0.0f);
     bits.product = matmul_hash(dev, trial);
     if (!trial->sums) return bits;
-    matmul_run(dev, plan, &trial->pointers, algorithm, true);
+    matmul_run(dev, plan, &trial->pointers, algorithm, 1.0f);
     bits.sum = matmul_hash(dev, trial);
     return bits;
 }
@@ -202,7 +213,7 @@ inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMat
         MatmulBits own = matmul_bits(dev, plan, trial, &algorithm[i]);
         if (i == 0) first = own;
         if (own.product != first.product || own.sum != first.sum) continue;
-        const auto run = [&] { matmul_run(dev, plan, &trial->pointers, &algorithm[i], false); };
+        const auto run = [&] { matmul_run(dev, plan, &trial->pointers, &algorithm[i], 0.0f); };
         float ms = INFINITY;
         for (int j = 0; j < 4; j++) ms = fminf(ms, stream_ms(dev->stream, run));
         if (ms < best) best = ms, plan->algorithm = algorithm[i];
@@ -298,34 +309,24 @@ inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, cons
     return &plans->plan[plans->count++];
 }
 
-inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
-    uintptr_t bits = 256 | (uintptr_t)pointers->a | (uintptr_t)pointers->b | (uintptr_t)pointers->d |
-                     (uintptr_t)pointers->bias | (uintptr_t)pointers->aux;
+// The alignment of all pointers, and of the matrices of a batch behind them.
+inline uint32_t matmul_alignment(const MatmulShape* s, const MatmulPointers* pointers) {
+    const auto size = [](cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; };
+    uintptr_t bits = 256 | (uintptr_t)pointers->a | (uintptr_t)pointers->b | (uintptr_t)pointers->c |
+                     (uintptr_t)pointers->d | (uintptr_t)pointers->bias | (uintptr_t)pointers->aux |
+                     (uintptr_t)(s->stride_a | s->stride_b) * size(s->input) | (uintptr_t)s->stride_d * size(s->output);
     return (uint32_t)(bits & -bits);
 }
 
 // Launches the product of a shape; false when cuBLASLt has no algorithm for it.
-inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const MatmulPointers* pointers,
-                                bool accumulate) {
-    shape->alignment = matmul_alignment(pointers);
+inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const MatmulPointers* pointers, float beta) {
+    shape->alignment = matmul_alignment(shape, pointers);
     MatmulPlan* plan = matmul_plan(dev, shape, pointers);
     if (!plan->found) return false;
     matmul_point(plan, pointers);
-    matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);
+    if (shape->batched) matmul_batch(plan, pointers->batch);
+    matmul_run(dev, plan, pointers, &plan->algorithm, beta);
     return true;
-}
-
-// d = a^T b (+ d when accumulating), of fp8 codes times *scale_a *scale_b, with a bf16 bias if there is one.
-template <typename D>
-bool matmul_launch_fp8(const Device* dev, const MatmulPointers* pointers, cudaDataType_t a, cudaDataType_t b, int64_t m,
-                       int64_t n, int64_t k, bool fast, bool accumulate) {
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = m, shape.n = n, shape.k = k;
-    shape.op_a = CUBLAS_OP_T, shape.op_b = CUBLAS_OP_N;
-    shape.input = a, shape.input_b = b, shape.output = matmul_type<D>(), shape.fast = fast;
-    shape.epilogue = pointers->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    return matmul_launch_shape(dev, &shape, pointers, accumulate);
 }
 
 // Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
@@ -333,10 +334,7 @@ template <typename X, typename D>
 bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,
                    int64_t m, int64_t n, int64_t k, cublasLtEpilogue_t epilogue, bool accumulate) {
     MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = m, shape.n = n, shape.k = k;
-    shape.op_a = op_a, shape.op_b = op_b;
-    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
+    matmul_shape(&shape, matmul_type<X>(), matmul_type<D>(), op_a, op_b, m, n, k);
     shape.epilogue = epilogue;
     return matmul_launch_shape(dev, &shape, pointers, accumulate);
 }

@@ -55,12 +55,8 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
                         bool tf32) {
     // cuBLASLt reads all of them transposed: d^T = op(b)^T op(a)^T.
     MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = p->cols, shape.n = p->rows, shape.k = p->depth;
-    shape.op_a = p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    shape.op_b = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
-    shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    matmul_shape(&shape, matmul_type<X>(), matmul_type<D>(), p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                 p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, p->cols, p->rows, p->depth);
     shape.batched = !p->alone, shape.tf32 = tf32;
     // One matrix needs no strides, but cuBLASLt is asked for an algorithm for several, whose outputs must not overlap.
     const bool one = p->batch == 1;
@@ -69,21 +65,12 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
         shape.stride_b = one ? p->rows * p->depth : p->stride_a;
         shape.stride_d = one ? p->rows * p->cols : p->stride_d;
     }
-    MatmulPointers pointers = {b, a, d, p->beta != 0.0f ? c : d, nullptr};
-    const uint64_t apart =
-        256 | (uint64_t)(shape.stride_a | shape.stride_b) * sizeof(X) | (uint64_t)shape.stride_d * sizeof(D);
-    const uint32_t strides = (uint32_t)(apart & -apart), alignment = matmul_alignment(&pointers);
-    shape.alignment = strides < alignment ? strides : alignment;
-    pointers.bias = nullptr;
-    MatmulPlan* plan = matmul_plan(dev, &shape, &pointers);
-    if (!plan->found) {
+    MatmulPointers pointers = {b, a, d, nullptr, nullptr};
+    pointers.c = p->beta != 0.0f ? c : nullptr, pointers.alpha = p->alpha, pointers.batch = (int32_t)p->batch;
+    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta)) {
         user_error("cuBLASLt has no algorithm for an optimizer's product of %lld x %lld x %lld; take another --rule",
                    (long long)p->rows, (long long)p->cols, (long long)p->depth);
     }
-    if (!p->alone) matmul_batch(plan, (int32_t)p->batch);
-    check(cublasLtMatmul(dev->cublaslt, plan->desc, &p->alpha, b, plan->a, a, plan->b, &p->beta,
-                         p->beta != 0.0f ? c : d, plan->d, d, plan->d, &plan->algorithm, dev->workspace,
-                         WORKSPACE_BYTES, dev->stream));
 }
 
 // to = x rounded to TF32 or, with `rest`, what that leaves of x, rounded to TF32. Grid any, block 256.

@@ -65,21 +65,6 @@ inline void score(const Device* dev, float* losses, int* likeliest, float* logit
 #endif
 }
 
-// logits: (R, Vp) fp32 = inp wte^T. inp: (R, C); wte: (Vp, C)
-template <typename X>
-void score_logits(const Device* dev, float* logits, const X* inp, const X* wte, int64_t R, int C, int Vp) {
-    if constexpr (std::is_same_v<X, float>) {
-        matmul_forward<float>(dev, logits, nullptr, inp, wte, nullptr, R, C, Vp);
-    } else {
-#ifdef __CUDACC__
-        MatmulPointers pointers = {wte, inp, logits, nullptr, nullptr};
-        if (!matmul_launch<X, float>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, Vp, R, C, CUBLASLT_EPILOGUE_DEFAULT,
-                                     false))
-            matmul_unsupported("logits", R, C, Vp);
-#endif
-    }
-}
-
 // Device memory in which score_places works, `rows` places at a time.
 template <typename X>
 struct ScoreRoom {
@@ -103,7 +88,7 @@ void score_places(const Device* dev, float* losses, int* likeliest, const X* inp
         copy_to_device(dev, room->places, places + i, bytes);
         copy_to_device(dev, room->targets, targets + i, bytes);
         gather_rows<X>(dev, room->gathered, inp, room->places, rows, C);
-        score_logits<X>(dev, room->logits, room->gathered, wte, rows, C, Vp);
+        matmul_forward<X>(dev, room->logits, nullptr, room->gathered, wte, nullptr, rows, C, Vp);
         score(dev, room->losses, room->likeliest, room->logits, room->targets, rows, V, Vp);
         copy_to_host(dev, losses + i, room->losses, bytes);
         copy_to_host(dev, likeliest + i, room->likeliest, bytes);

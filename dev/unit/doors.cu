@@ -33,7 +33,7 @@ static Launch door_launch(int rank, int world, int port, const char* secret, con
     launch.source = "these tests";
     snprintf(launch.host, sizeof(launch.host), "%s", host);
     launch.has_secret = secret[0] != 0;
-    hmac_sha256(secret, strlen(secret), "doors", 5, launch.key);
+    sha256(secret, strlen(secret), launch.key);
     return launch;
 }
 
@@ -74,7 +74,7 @@ static void expect_calm(Test* test, const char* what, const Rank* rank, int code
 }
 
 static Hello door_hello(int rank, int channel) {
-    Hello hello = {rank, channel, (int32_t)getpid(), {}, {}, {}};
+    Hello hello = {rank, channel, (int32_t)getpid(), {}, {}};
     memset(hello.host, 'h', sizeof(hello.host));  // without a NUL
     memcpy(hello.host, "\033[2J", 4);
     return hello;
@@ -86,36 +86,39 @@ static bool say(int socket, const void* bytes, size_t count) {
 
 // Greets rank 0 as `launch`. Returns the connection; -1 if rank 0 does not answer, or proves nothing.
 static int door_greet(const Launch& launch, Hello hello) {
-    Hello first, again = {};
+    Hello first;
+    unsigned char proof[HASH_BYTES] = {};
     const int made = connect_to(launch.port);
     const double deadline = seconds_now() + 10;
     if (receive_by(made, &first, sizeof(first), deadline)) {
-        rendezvous_prove(&launch, "rank", &first, &hello, hello.proof);
-        say(made, &hello, sizeof(hello));
-        receive_by(made, &again, sizeof(again), deadline);
-        if (rendezvous_prove(&launch, "rank 0", &first, &hello, again.proof)) return made;
+        rendezvous_prove(&launch, &hello, &first, proof);
+        say(made, &hello, sizeof(hello)), say(made, proof, sizeof(proof));
+        if (receive_by(made, proof, sizeof(proof), deadline) && rendezvous_prove(&launch, &first, &hello, proof))
+            return made;
     }
     char byte;
     return recv(made, &byte, 1, 0), close(made), -1;
 }
 
-TEST(doors_hmac) {
-    // RFC 4231, cases 2 and 7: a key and data shorter and longer than a block.
-    char long_key[132];
-    memset(long_key, 0xaa, 131);
-    const std::tuple<const char*, const char*, int, int, const char*> cases[] = {
-        {"Jefe", "what do ya want for nothing?", 4, 28,
-         "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
-        {long_key,
-         "This is a test using a larger than block-size key and a larger than block-size data. The key needs to be "
-         "hashed before being used by the HMAC algorithm.",
-         131, 152, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
+static const double flag = 0;  // that launch_any sends to rank 0
+// True if rank 0 answers this many ranks.
+static bool door_answers(int socket, int world) {
+    double flags[1024];
+    return receive_by(socket, flags, world * sizeof(double), seconds_now() + 20);
+}
+
+TEST(doors_sha256) {
+    // FIPS 180-4's examples.
+    const std::tuple<const char*, const char*> cases[] = {
+        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"},
     };
-    for (const auto& [key, data, key_bytes, data_bytes, want] : cases) {
-        unsigned char hash[HMAC_BYTES];
-        char text[2 * HMAC_BYTES + 1];
-        hmac_sha256(key, (size_t)key_bytes, data, (size_t)data_bytes, hash);
-        for (int i = 0; i < HMAC_BYTES; i++) snprintf(text + 2 * i, 3, "%02x", hash[i]);
+    for (const auto& [given, want] : cases) {
+        unsigned char hash[HASH_BYTES];
+        char text[2 * HASH_BYTES + 1];
+        sha256(given, strlen(given), hash);
+        for (int i = 0; i < HASH_BYTES; i++) snprintf(text + 2 * i, 3, "%02x", hash[i]);
         expect(strcmp(text, want) == 0, "%s, want %s", text, want);
     }
 }
@@ -236,8 +239,7 @@ TEST(doors_strangers_are_not_let_in) {
     expect(beats >= 0, "the second channel");
     own.rank = 1;
     rank_begin(&rank[1], own, 30);
-    char goes_on = 0;
-    expect(receive_by(taken, &goes_on, 1, seconds_now() + 10) && goes_on, "the run does not go on");
+    expect(say(taken, &flag, sizeof(flag)) && door_answers(taken, 3), "the run does not go on");
     close(beats), close(taken);
     for (Rank& r : rank) rank_end(&r);
     expect_calm(test, "rank 0", &rank[0], 1, "rank 2 on ?[2Jhhh", 1);
@@ -246,7 +248,7 @@ TEST(doors_strangers_are_not_let_in) {
     for (int one : stranger) close(one);
 }
 
-// 1,024 ranks are all admitted, and each is told when all are there.
+// 1,024 ranks are all admitted, and rank 0 answers each when all have sent a message.
 TEST(doors_many_ranks) {
     constexpr int RANKS = 1024;
     static Rank rank;
@@ -257,11 +259,9 @@ TEST(doors_many_ranks) {
     for (int r = 1; r < RANKS; r++) {
         for (int channel : {MESSAGES, BEATS}) made[r][channel] = door_greet(launch, door_hello(r, channel));
     }
-    for (int r = 1; r < RANKS; r++) {
-        char goes_on = 0;
-        told += receive_by(made[r][MESSAGES], &goes_on, 1, seconds_now() + 10) && goes_on;
-    }
-    expect(told == RANKS - 1, "%d of %d ranks are told that all have come", told, RANKS - 1);
+    for (int r = 1; r < RANKS; r++) say(made[r][MESSAGES], &flag, sizeof(flag));
+    for (int r = 1; r < RANKS; r++) told += door_answers(made[r][MESSAGES], RANKS);
+    expect(told == RANKS - 1, "%d of %d ranks get an answer", told, RANKS - 1);
     for (int r = 1; r < RANKS; r++) close(made[r][MESSAGES]), close(made[r][BEATS]);
     rank_end(&rank);
     expect_calm(test, "many", &rank, 1, "has ended without a word", 1);
@@ -296,10 +296,12 @@ TEST(doors_false_rank_0) {
         if (poll(&one, 1, 3000) <= 0) break;
         const int made = accept(one.fd, nullptr, nullptr);
         Hello first = {}, hello = {};
+        unsigned char proof[HASH_BYTES] = {};
         say(made, &first, sizeof(first));
         receive_by(made, &hello, sizeof(hello), seconds_now() + 3);
-        rendezvous_prove(&launch, "rank 0", &first, &hello, first.proof);
-        say(made, &first, sizeof(first) - (k > 0));
+        receive_by(made, proof, sizeof(proof), seconds_now() + 3);
+        rendezvous_prove(&launch, &first, &hello, proof);
+        say(made, proof, sizeof(proof) - (k > 0));
         if (k == 2) pause_ms(2500);
         close(made);
     }

@@ -103,17 +103,15 @@ static void agree_main(Launch* l) {
     launch_all_reduce(l, &sum, 1, LAUNCH_SUM);
     for (int r = 1; r < l->world; r++) want += 0.1 * (r + 1);  // in the order of the ranks, to the bit
     require_rank(values[0] == l->world - 1 && values[1] == 0 && sum == want);
-    for (int from = 0; from < l->world; from++) {
-        constexpr int WORDS = 100000;  // more than a socket takes at once
-        static int64_t word[WORDS];
-        for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
-        launch_broadcast(l, from, word, sizeof(word));
-        for (int i = 0; i < WORDS; i++) require_rank(word[i] == from * WORDS + i);
-    }
-    int64_t own[2] = {l->rank, -l->rank}, all[2 * 16];
-    launch_gather(l, own, sizeof(own), all);
+    constexpr int WORDS = 100000;  // more than a socket takes at once
+    static int64_t word[WORDS], all[16 * WORDS];
+    for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
+    launch_broadcast(l, word, sizeof(word));
+    for (int i = 0; i < WORDS; i++) require_rank(word[i] == i);
+    for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
+    launch_gather(l, word, sizeof(word), all);
+    for (int i = 0; i < l->world * WORDS; i++) require_rank(all[i] == i);
     for (int r = 0; r < l->world; r++) {
-        require_rank(all[2 * r] == r && all[2 * r + 1] == -r);
         require_rank(launch_any(l, r == l->rank) && !launch_any(l, false));
     }
 }

@@ -166,7 +166,7 @@ inline StandIn* stand_in_open(const Launch* launch) {
     int file = first ? memfd_create("nibble", MFD_CLOEXEC) : -1;  // it has no name that could outlive the ranks
     if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
     snprintf(name, sizeof(name), "/proc/%d/fd/%d", (int)getpid(), file);
-    launch_broadcast(launch, 0, name, sizeof(name));
+    launch_broadcast(launch, name, sizeof(name));
     name[sizeof(name) - 1] = 0;
     if (!first) file = open(name, O_RDWR | O_CLOEXEC);
     void* map = file < 0 ? MAP_FAILED : mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -216,14 +216,6 @@ inline bool peers_wanted() {
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
 }
 
-// Closes the mailboxes of the others before any rank frees its own.
-inline void peers_part(Peers* peers, const Launch* launch) {
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
-}
-
 // Returns NULL, on all ranks, if one cannot write to another's memory or asks for NCCL.
 inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
@@ -236,30 +228,35 @@ inline Peers* peers_open(const Launch* launch, const Link* node, cudaStream_t st
     }
     free(card);
     if (!launch_any(launch, failed)) {
-        peers_ready(peers);
+        exchange_stream(&peers->out, &peers->event);
         return peers;
     }
-    peers_part(peers, launch);
+    peers_close(peers, launch);
     return nullptr;
 }
 
-inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* sends, const CommPiece* receives) {
+// `in_place`: no bytes are copied from where they arrive; receives[r].data is set to this place.
+inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* sends, CommPiece* receives,
+                           bool in_place) {
     int64_t max = 0;
     for (int r = 0; r < link->world; r++) {
         if (r == link->rank) continue;
         max = sends[r].bytes > max ? sends[r].bytes : max;
         max = receives[r].bytes > max ? receives[r].bytes : max;
     }
-    peers_fork(comm->peers, comm->stream);
+    assert(!in_place || max <= PEER_PART);
+    stream_after(comm->peers->out, comm->stream, comm->peers->event);
     for (int64_t at = 0; at < max; at += PEER_PART) {
         for (int i = 1; i < link->world; i++) {
             // Each rank begins with another, so that no receiver has all senders at once.
             int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
+            CommPiece* in = &receives[from];
             peer_send(comm->peers, sends[to].data, sends[to].bytes, at, to);
-            peer_receive(comm->peers, comm->stream, receives[from].data, receives[from].bytes, at, from);
+            if (!in_place) peer_receive(comm->peers, comm->stream, in->data, in->bytes, at, from);
+            if (in_place && in->bytes > 0) in->data = peer_await(comm->peers, comm->stream, from);
         }
     }
-    peers_join(comm->peers, comm->stream);
+    stream_after(comm->stream, comm->peers->out, comm->peers->event);
 }
 
 // The transport.
@@ -271,7 +268,7 @@ inline void comm_close(Comm* comm) {
     }
     check(cudaDeviceSynchronize());
     launch_any(comm->launch, false);
-    if (comm->peers) peers_part(comm->peers, comm->launch);
+    if (comm->peers) peers_close(comm->peers, comm->launch);
     if (comm->communicator) check(nccl_status(comm, comm->nccl.destroy(comm->communicator)));
     check(cudaEventDestroy(comm->event));
     check(cudaStreamDestroy(comm->stream));
@@ -292,25 +289,23 @@ inline const char* comm_describe(const Comm* comm) {
 
 // Makes the comm's stream wait for the device's stream; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
-    if (comm->stand_in) return;
-    check(cudaEventRecord(comm->event, comm->dev->stream));
-    check(cudaStreamWaitEvent(comm->stream, comm->event, 0));
+    if (!comm->stand_in) stream_after(comm->stream, comm->dev->stream, comm->event);
 }
 
 inline void device_after_comm(const Comm* comm) {
-    if (comm->stand_in) return;
-    check(cudaEventRecord(comm->event, comm->stream));
-    check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
+    if (!comm->stand_in) stream_after(comm->dev->stream, comm->stream, comm->event);
 }
 
 // Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r
 // sends to s must have as many bytes as s receives from r. All ranks call it. A link of one rank does nothing: NCCL is
-// not loaded where a node's copy engines serve all ranks.
-inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const CommPiece* receives) {
+// not loaded where a node's copy engines serve all ranks. With `in_place`, pieces are read once, and have at most
+// PEER_PART bytes: receives[r].data becomes the place where a piece arrived, if that saves a copy. The caller queues
+// what reads the pieces on the comm's stream, and then calls comm_release.
+inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives, bool in_place = false) {
     if (link->world == 1) return;
     for (int r = 0; r < link->world; r++) link->sent += r == link->rank ? 0 : sends[r].bytes;
     if (comm->stand_in) return stand_in_exchange(comm, link, sends, receives);
-    if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives);
+    if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives, in_place);
     check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < link->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
@@ -326,21 +321,6 @@ inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, const 
         }
     }
     check(nccl_status(comm, comm->nccl.group_end()));
-}
-
-// Exchanges pieces that are read once. With DMA copy engines they have at most PEER_PART bytes, and receives[r].data is
-// set to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
-// stream, and then calls comm_release.
-inline void comm_exchange_zero_copy(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives) {
-    if (!link_copies(comm, link)) return comm_exchange(comm, link, sends, receives);
-    peers_fork(comm->peers, comm->stream);
-    for (int i = 1; i < link->world; i++) {
-        int to = (link->rank + i) % link->world, from = (link->rank - i + link->world) % link->world;
-        assert(sends[to].bytes <= PEER_PART && receives[from].bytes <= PEER_PART);
-        peer_send(comm->peers, sends[to].data, sends[to].bytes, 0, to);
-        if (receives[from].bytes > 0) receives[from].data = peer_await(comm->peers, comm->stream, from);
-    }
-    peers_join(comm->peers, comm->stream);
 }
 
 // Lets the senders write to these places again.
@@ -423,7 +403,7 @@ inline void nccl_join(Comm* comm) {
     check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
     nccl_open(&comm->nccl);
     if (comm->rank == 0) check(nccl_status(comm, comm->nccl.get_unique_id(&id)));
-    launch_broadcast(comm->launch, 0, &id, sizeof(id));
+    launch_broadcast(comm->launch, &id, sizeof(id));
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
@@ -459,11 +439,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     int64_t before = memory_used(dev);
     comm->peers = peers_open(launch, &comm->node, dev->stream);
     if (!comm->peers || comm->net.world > 1) nccl_join(comm);
-    int low, high;
-    check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    // A higher priority than that of the products: exchanges are needed soon and take few multiprocessors.
-    check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
-    check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
+    exchange_stream(&comm->stream, &comm->event);
     comm_try(comm, patience);
     comm->bytes = memory_used(dev) - before;
 }
@@ -511,10 +487,10 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
-    launch_broadcast(launch, 0, &bytes, sizeof(bytes));
+    launch_broadcast(launch, &bytes, sizeof(bytes));
     char* first = (char*)memory_zero((size_t)bytes, 1);
     if (launch->rank == 0) strcpy(first, text);
-    launch_broadcast(launch, 0, first, bytes);
+    launch_broadcast(launch, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
     if (text[at] == first[at]) return free(first);
     while (at > 0 && text[at - 1] != 1) at--;  // where the first option that differs begins

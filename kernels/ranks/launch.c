@@ -1,6 +1,7 @@
 // See launch.h. First the environment, then --gpus.
 #include "launch.h"
 #include <errno.h>
+#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,7 +88,6 @@ static bool read_address(Launch* launch, int i) {
 
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     const char* secret = text_variable("NIBBLE_SECRET");
-    char purpose[256];
     int i = 0, half = -1;
     for (; i < LAUNCHER_COUNT && !read_rank(launch, i); i++) {
         const char* world = text_variable(LAUNCHERS[i].world);
@@ -121,42 +121,36 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             launch->source, launch->host, text_variable("MASTER_PORT"));
     }
     launch->has_secret = secret[0] != 0;
-    snprintf(purpose, sizeof(purpose), "nibble rendezvous 6 of %d ranks, %s", launch->world, launch->job);
-    hmac_sha256(secret, strlen(secret), purpose, strlen(purpose), launch->key);
+    SCOPED char* text = text_format("nibble rendezvous 7 of %d ranks, %s: %s", launch->world, launch->job, secret);
+    sha256(text, strlen(text), launch->key);
     return true;
 }
 
 // --gpus.
 
-// Returns the code that the run ends with, now that a rank has ended. A signal takes precedence over the codes of
-// others.
-static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
-    if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
-    if (killed || code > 128) return code;
-    fprintf(stderr, "train: error: rank %d (process %d) was ended by signal %d (%s); all ranks stop\n", rank, (int)pid,
-            WTERMSIG(status), strsignal(WTERMSIG(status)));
-    return 128 + WTERMSIG(status);
-}
-
-// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end.
+// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end; the
+// system kills those that have not when this process ends. The code is that of the first failure, or of a signal.
 static void supervise(pid_t* ranks, int count, const sigset_t* signals) {
     int code = 0;
-    double failed = 0;
-    for (int left = count; left > 0;) {
+    double until = INFINITY;
+    for (int left = count; left > 0 && seconds_now() < until;) {
         const struct timespec second = {1, 0};
         const int signal = sigtimedwait(signals, NULL, &second);
         for (int i = 0; i < count; i++) {
             int status = 0;
             if (ranks[i] == 0) continue;
             if (signal > 0 && signal != SIGCHLD) kill(ranks[i], signal);
-            const bool late = failed > 0 && seconds_now() - failed > STOP_SECONDS;
-            if (late) kill(ranks[i], SIGKILL);
             if (waitpid(ranks[i], &status, WNOHANG) != ranks[i]) continue;
-            code = rank_ended(i, ranks[i], status, late, code);
+            const int ended = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+            if (WIFSIGNALED(status) && code <= 128) {
+                fprintf(stderr, "train: error: rank %d (process %d) was ended by signal %d (%s); all ranks stop\n", i,
+                        (int)ranks[i], ended - 128, strsignal(ended - 128));
+            }
+            if (code == 0 || (WIFSIGNALED(status) && code <= 128)) code = ended;
             ranks[i] = 0, left--;
             // A rank that a signal stopped has saved, and the others do the same in their own time.
-            const bool stopped = WIFEXITED(status) && WEXITSTATUS(status) > 128;
-            if (code != 0 && !stopped && failed == 0) failed = seconds_now();
+            const bool stopped = WIFEXITED(status) && ended > 128;
+            if (code != 0 && !stopped) until = fmin(until, seconds_now() + STOP_SECONDS);
         }
     }
     exit(code);

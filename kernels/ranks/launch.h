@@ -4,8 +4,8 @@
 // rank that failed. Otherwise the environment says which rank this is: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
 // MASTER_ADDR and MASTER_PORT, Open MPI's OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
 //
-// Every other rank is connected to rank 0 (rendezvous.c), for the messages of the host and for a beat a second. Tensors
-// go through comm.cuh.
+// Every other rank is connected to rank 0 (rendezvous.c), for the messages of the host and a beat a second. Tensors go
+// through comm.cuh.
 //
 // If a rank ends, crashes, is stopped, loses its machine or hangs (watchdog_arm), all ranks end with one sentence that
 // names it, within SILENCE_SECONDS or the rank's patience, and a few seconds more.
@@ -36,12 +36,12 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error);
 // used CUDA or started a thread before.
 bool launch_fork(Launch* launch, int gpus, char* error);
 
-// Connects the ranks, if there are several, and starts the watch; false with a sentence if some do not come in time.
-// A process joins one run.
+// Connects this rank, if there are several, and starts the watch; false with a sentence if that takes too long. Rank 0
+// waits for all others, which do not wait for each other. A process joins one run.
 bool launch_join(Launch* launch, int64_t seconds, char* error);
 
 // All ranks call these, in the same order. They take 0.1 ms or so.
-void launch_broadcast(const Launch* launch, int from, void* bytes, int64_t count);    // that rank's bytes go to all
+void launch_broadcast(const Launch* launch, void* bytes, int64_t count);              // rank 0's bytes go to all
 void launch_gather(const Launch* launch, const void* own, int64_t count, void* all);  // (world, count), everywhere
 typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchReduction;                              // sums: in the order of the ranks
 void launch_all_reduce(const Launch* launch, double* values, int count, LaunchReduction how);

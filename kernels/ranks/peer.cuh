@@ -7,6 +7,7 @@
 // Memory: 2 * PEER_PART for every other rank.
 #pragma once
 #include "../common.cuh"
+#include "launch.h"
 
 constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
 constexpr int PEER_SLOTS = 2;
@@ -56,17 +57,6 @@ inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* c
 
 inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t value) {
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
-}
-
-// Sends after peers_fork wait for the work of the stream so far; after peers_join the stream waits for these sends.
-inline void peers_fork(const Peers* peers, cudaStream_t stream) {
-    check(cudaEventRecord(peers->event, stream));
-    check(cudaStreamWaitEvent(peers->out, peers->event, 0));
-}
-
-inline void peers_join(const Peers* peers, cudaStream_t stream) {
-    check(cudaEventRecord(peers->event, peers->out));
-    check(cudaStreamWaitEvent(stream, peers->event, 0));
 }
 
 // Sends the part of `data` that begins at byte `at` to rank `to`; beyond the end it does nothing.
@@ -141,23 +131,23 @@ inline bool peers_connect(Peers* peers, const PeerCard* other, int rank) {
     return opened;
 }
 
-// Makes the stream that sends, once all have connected.
-inline void peers_ready(Peers* peers) {
+// Makes a stream of a higher priority than that of the products: exchanges are needed soon and take few
+// multiprocessors. `event` orders it.
+inline void exchange_stream(cudaStream_t* stream, cudaEvent_t* event) {
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    check(cudaStreamCreateWithPriority(&peers->out, cudaStreamNonBlocking, high));
-    check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
+    check(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, high));
+    check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
-// Closes the mailboxes of the other ranks. All ranks must have done so before any of them calls peers_end.
-inline void peers_disconnect(Peers* peers) {
+// Closes the mailboxes of the others and, when all ranks have done that, frees the own one.
+inline void peers_close(Peers* peers, const Launch* launch) {
     for (int r = 0; r < peers->world; r++) {
         if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));
     }
-}
-
-inline void peers_end(Peers* peers) {
+    launch_any(launch, false);
     if (peers->world > 0 && peers->mailbox[peers->rank]) check(cudaFree(peers->mailbox[peers->rank]));
     if (peers->out) check(cudaStreamDestroy(peers->out));
     if (peers->event) check(cudaEventDestroy(peers->event));
+    free(peers);
 }

@@ -1,20 +1,19 @@
 // See launch.h and rendezvous.h: how ranks find each other, their messages, and the watch.
 //
 // 1. Rank 0 listens at the first address of MASTER_ADDR that its machine has, and at MASTER_PORT. Each other rank
-//    connects to it, again and again until --join-timeout has passed.
-// 2. Rank 0 sends a Hello with a random number.
-// 3. The rank sends a Hello with its own number and its proof, the HMAC-SHA256 of both under a key that follows from
-//    NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
-// 4. Rank 0 sends its Hello again, with its proof, or closes a connection that has proven nothing.
-// 5. The rank does the same for its second channel: a beat must not wait behind a long message.
-// 6. Rank 0 closes its listening socket and sends every rank a byte: whether all have come in time.
+//    connects to it, again and again until --join-timeout has passed: once for messages and once for beats, since a
+//    beat must not wait behind a long message.
+// 2. Both sides of a connection send a Hello with a random number.
+// 3. The rank proves that it belongs to the run, and then rank 0 does, by a hash of both Hellos behind a key that
+//    follows from NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
+// 4. Rank 0 closes its listening socket when all have come.
 //
 // Rank 0 handles one handshake after another, each within HANDSHAKE_SECONDS, so a silent stranger delays the ranks by
 // no more than that. The secret is not sent, and an old proof is worth nothing. What follows is not encrypted.
 //
 // The watch is a thread on every rank that sends a beat every second, hears those of others, and ends the process when
-// another rank has failed, ended, or been silent for too long. Rank 0 hears all ranks, and they hear rank 0 alone: if
-// it ends, all do.
+// another rank has failed, ended, or been silent for too long. Rank 0 hears all ranks that have come, and they hear
+// rank 0 alone: if it ends, all do.
 #include "rendezvous.h"
 #include <errno.h>
 #include <math.h>
@@ -49,13 +48,13 @@ typedef struct {
 
 // Global, since callers of launch_failed know nothing of ranks. Ranks other than 0 know rank 0 alone.
 static struct {
-    Peer* peers;  // (world); NULL: no watch. The rank itself has no socket
+    Peer* peers;  // (world); the rank itself has no socket
     Launch launch;
     int silence;
-    char what[64];  // this rank does
-    bool leaves;    // the others may end
+    char what[64];       // this rank does
+    bool begun, leaves;  // a failure ends the others, until they may end themselves
 } watch;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // of this rank's own beat, and of `what` and `leaves`
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // of the watch and all peers, but for messages
 static pthread_mutex_t ending = PTHREAD_MUTEX_INITIALIZER;  // who has it ends the process
 
 static void sleep_ms(int ms) {
@@ -130,45 +129,66 @@ bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     return true;
 }
 
-bool rendezvous_prove(const Launch* launch, const char* role, const Hello* first, const Hello* hello,
-                      unsigned char proof[HMAC_BYTES]) {
-    unsigned char had[HMAC_BYTES], differ = 0;
+bool rendezvous_prove(const Launch* launch, const Hello* own, const Hello* other, unsigned char proof[HASH_BYTES]) {
+    unsigned char had[HASH_BYTES], differ = 0;
     struct {
-        char role[8];
-        Hello first, hello;
-    } all = {.first = *first, .hello = *hello};
-    memcpy(all.role, role, strlen(role));
-    memset(all.first.proof, 0, HMAC_BYTES), memset(all.hello.proof, 0, HMAC_BYTES);
-    memcpy(had, proof, HMAC_BYTES);
-    hmac_sha256(launch->key, HMAC_BYTES, &all, sizeof(all), proof);
-    for (int i = 0; i < HMAC_BYTES; i++) differ |= had[i] ^ proof[i];  // as long wherever they differ
+        unsigned char key[HASH_BYTES];
+        Hello own, other;
+    } all = {.own = *own, .other = *other};
+    memcpy(all.key, launch->key, HASH_BYTES);
+    memcpy(had, proof, HASH_BYTES);
+    sha256(&all, sizeof(all), proof);
+    for (int i = 0; i < HASH_BYTES; i++) differ |= had[i] ^ proof[i];  // as long wherever they differ
     return differ == 0;
 }
 
-// Rank 0's side of a handshake. True if a channel of a rank was missing and this is it.
-static bool admit(const Launch* launch, Peer* peers, int socket) {
-    const double deadline = seconds_now() + HANDSHAKE_SECONDS;
-    Hello own = {.pid = getpid()}, hello;
-    if (getrandom(own.random, HMAC_BYTES, 0) != HMAC_BYTES) return false;
-    if (!send_all(socket, &own, sizeof(own)) || !receive_by(socket, &hello, sizeof(hello), deadline) ||
-        !rendezvous_prove(launch, "rank", &own, &hello, hello.proof))
-        return false;
-    if (hello.rank < 1 || hello.rank >= launch->world || hello.channel < 0 || hello.channel >= CHANNELS) return false;
-    Peer* peer = &peers[hello.rank];
-    // If two processes say that they are the same rank, the first one counts.
-    if (peer->socket[hello.channel] >= 0) return false;
-    if (hello.channel > 0 && memcmp(hello.random, peer->hello.random, HMAC_BYTES) != 0) return false;
-    rendezvous_prove(launch, "rank 0", &own, &hello, own.proof);
-    if (!send_all(socket, &own, sizeof(own))) return false;
-    peer->socket[hello.channel] = socket, peer->hello = hello;
-    peer->hello.host[sizeof(hello.host) - 1] = 0;
+// Makes the Hello of this process. False if the system gives no random numbers.
+static bool introduce(const Launch* launch, Hello* own) {
+    *own = (Hello){.rank = launch->rank, .pid = getpid()};
+    gethostname(own->host, sizeof(own->host) - 1);
+    return getrandom(own->random, HASH_BYTES, 0) == HASH_BYTES;
+}
+
+// True if a process is who is missing on this side. Of two that say they are the same rank, the first one counts.
+static bool is_missing(const Launch* launch, const Hello* its) {
+    if (launch->rank > 0) return its->rank == 0;
+    if (its->rank < 1 || its->rank >= launch->world || its->channel < 0 || its->channel >= CHANNELS) return false;
+    const Peer* peer = &watch.peers[its->rank];
+    return peer->socket[its->channel] < 0 &&
+           (its->channel == 0 || memcmp(its->random, peer->hello.random, HASH_BYTES) == 0);
+}
+
+// The handshake, on either side of a new connection. False if it is closed: who is there has not proven anything.
+static bool meet(const Launch* launch, const Hello* own, int socket, double deadline) {
+    unsigned char proof[HASH_BYTES];
+    Hello its;
+    bool ok = send_all(socket, own, sizeof(*own)) && receive_by(socket, &its, sizeof(its), deadline) &&
+              is_missing(launch, &its);
+    for (int rank_proves = 1; ok && rank_proves >= 0; rank_proves--) {
+        if (rank_proves == (launch->rank > 0)) {
+            rendezvous_prove(launch, own, &its, proof);
+            ok = send_all(socket, proof, sizeof(proof));
+        } else {
+            ok = receive_by(socket, proof, sizeof(proof), deadline) && rendezvous_prove(launch, &its, own, proof);
+        }
+    }
+    if (!ok) return close(socket), false;
+    pthread_mutex_lock(&lock);
+    Peer* peer = &watch.peers[its.rank];
+    peer->hello = its;
+    peer->hello.host[sizeof(its.host) - 1] = 0;
     text_disarm(peer->hello.host, false);
+    peer->heard = peer->moved = seconds_now();
+    peer->socket[launch->rank > 0 ? own->channel : its.channel] = socket;
+    pthread_mutex_unlock(&lock);
     return true;
 }
 
-static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error) {
+static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
     const double deadline = seconds_now() + (double)limit;
-    int missing = (launch->world - 1) * CHANNELS;
+    int missing = (launch->world - 1) * CHANNELS, listed = 0;
+    const char* list = "";
+    Hello own;
     if (launch->listener <= 0 && !rendezvous_listen(launch, error)) return false;
     if (!launch->has_secret) {
         fprintf(stderr,
@@ -182,20 +202,15 @@ static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error
         const int one = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
         if (one < 0 && !(errno == EMFILE && more_descriptors())) sleep_ms(20);
         if (one < 0) continue;
-        const bool admitted = admit(launch, peers, one);
-        missing -= admitted;
-        if (!admitted) close(one);
-    }
-    const char goes_on = missing == 0, *list = "";
-    int listed = 0;
-    for (int r = 1; r < launch->world; r++) {
-        if (peers[r].socket[MESSAGES] >= 0)
-            send_all(peers[r].socket[MESSAGES], &goes_on, 1);  // the watch finds a dead one
-        if (peers[r].socket[BEATS] < 0 && ++listed <= 16) list = text_kept("%s%s%d", list, listed > 1 ? ", " : "", r);
+        missing -= introduce(launch, &own) && meet(launch, &own, one, seconds_now() + HANDSHAKE_SECONDS);
     }
     close(launch->listener);
     launch->listener = 0;
-    return goes_on ||
+    for (int r = 1; r < launch->world; r++) {
+        if (watch.peers[r].socket[BEATS] < 0 && ++listed <= 16)
+            list = text_kept("%s%s%d", list, listed > 1 ? ", " : "", r);
+    }
+    return missing == 0 ||
            data_error(error,
                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s%s; look at what they "
                       "say, start all with the same NIBBLE_SECRET and number of ranks, each as a rank of its own, or "
@@ -203,42 +218,24 @@ static bool gather_ranks(Launch* launch, Peer* peers, int64_t limit, char* error
                       (long long)limit, launch->world, launch->host, launch->port, list, listed > 16 ? ", ..." : "");
 }
 
-// A rank's side of a handshake. False, with the reason, if it has not reached rank 0 of this run.
-static bool reach(const Launch* launch, Peer* first, Hello* hello, double deadline, const char** reason) {
-    Hello its, again;
-    const int one = open_socket(launch->host, launch->port, false, reason);
-    if (one < 0) return false;
-    *reason = "who answers there is of another run, or has another NIBBLE_SECRET, number of ranks or version of nibble";
-    bool ok = receive_by(one, &its, sizeof(its), deadline);
-    if (ok) rendezvous_prove(launch, "rank", &its, hello, hello->proof);
-    ok = ok && send_all(one, hello, sizeof(*hello)) && receive_by(one, &again, sizeof(again), deadline) &&
-         rendezvous_prove(launch, "rank 0", &its, hello, again.proof);
-    if (!ok) return close(one), false;
-    first->socket[hello->channel] = one, first->hello.pid = its.pid;
-    return true;
-}
-
-static bool reach_first(Launch* launch, Peer* first, int64_t limit, char* error) {
+static bool reach_first(const Launch* launch, int64_t limit, char* error) {
     const double deadline = seconds_now() + (double)limit;
     const char* reason = "the system gives no random numbers";
-    char goes_on = 0;
-    Hello hello = {.rank = launch->rank, .pid = getpid()};
-    gethostname(hello.host, sizeof(hello.host) - 1);
-    bool ok = getrandom(hello.random, HMAC_BYTES, 0) == HMAC_BYTES;
-    for (; ok && hello.channel < CHANNELS; hello.channel++) {
-        while (!reach(launch, first, &hello, deadline, &reason) && (ok = seconds_now() < deadline)) sleep_ms(50);
+    Hello own;
+    bool ok = introduce(launch, &own);
+    while (ok && own.channel < CHANNELS) {
+        const int one = open_socket(launch->host, launch->port, false, &reason);
+        const bool met = one >= 0 && meet(launch, &own, one, deadline);
+        own.channel += met;
+        if (met) continue;
+        if (one >= 0) reason = "who answers is of another run, or has another NIBBLE_SECRET or version of nibble";
+        sleep_ms(50);
+        ok = seconds_now() < deadline;
     }
-    if (!ok) {
-        return data_error(error,
-                          "rank %d could not join rank 0 at %s:%d: %s; look at what rank 0 says, set MASTER_ADDR, "
-                          "MASTER_PORT and NIBBLE_SECRET alike on all ranks, or give it longer with --join-timeout",
-                          launch->rank, launch->host, launch->port, reason);
-    }
-    if (!receive_by(first->socket[MESSAGES], &goes_on, 1, deadline + 5)) {
-        return data_error(error, "rank 0 at %s has ended before all ranks had come", launch->host);
-    }
-    if (!goes_on) exit(2);  // rank 0 has said why
-    return true;
+    return ok || data_error(error,
+                            "rank %d could not join rank 0 at %s:%d: %s; look at what rank 0 says, set MASTER_ADDR, "
+                            "MASTER_PORT and NIBBLE_SECRET alike on all ranks, or give it longer with --join-timeout",
+                            launch->rank, launch->host, launch->port, reason);
 }
 
 // The watch.
@@ -272,7 +269,7 @@ __attribute__((noreturn)) static void end_all(int code, const char* text) {
 void launch_failed(int code, const char* text) {
     const char* prefix = "train: error: ";
     char named[DATA_ERROR_BYTES + 256];
-    if (!watch.peers || watch.leaves) return;
+    if (!watch.begun || watch.leaves) return;
     if (watch.launch.rank == 0) end_all(code, text);
     sleep_ms(1000);  // if all ranks make the same mistake, rank 0 prints it and ends this process meanwhile
     const bool is_error = strncmp(text, prefix, strlen(prefix)) == 0;
@@ -336,7 +333,7 @@ static void* watch_thread(void* unused) {
     (void)unused;
     struct pollfd* polled = memory_zero((size_t)watch.launch.world, sizeof(struct pollfd));
     double sent = 0, before = seconds_now();
-    for (;; poll(polled, (nfds_t)watch.launch.world, 200)) {
+    for (;; poll(polled, (nfds_t)watch.launch.world, 50)) {
         const double now = seconds_now();
         const bool paused = now - before > 3;  // Ctrl-Z, or a suspended machine
         before = now;
@@ -362,58 +359,49 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     const int cores = launch->local_world > 1 ? omp_get_num_procs() / launch->local_world : 0;
     // The ranks of a machine share its cores.
     if (!getenv("OMP_NUM_THREADS") && launch->local_world > 1) omp_set_num_threads(cores > 0 ? cores : 1);
-    Peer* peers = memory_zero((size_t)launch->world, sizeof(Peer));
-    for (int r = 0; r < launch->world; r++) peers[r].socket[MESSAGES] = peers[r].socket[BEATS] = -1;
-    snprintf(peers[0].hello.host, sizeof(peers[0].hello.host), "%.60s", launch->host);
-    if (!(launch->rank == 0 ? gather_ranks : reach_first)(launch, peers, limit, error)) return false;
-    for (int r = 0; r < launch->world; r++) peers[r].heard = peers[r].moved = seconds_now();
-    watch.peers = peers, watch.launch = *launch;
+    watch.peers = memory_zero((size_t)launch->world, sizeof(Peer));
+    for (int r = 0; r < launch->world; r++) watch.peers[r].socket[MESSAGES] = watch.peers[r].socket[BEATS] = -1;
+    watch.launch = *launch;
     watch.silence = silence && atoi(silence) > 0 ? atoi(silence) : SILENCE_SECONDS;
+    if (launch->rank > 0 && !reach_first(launch, limit, error)) return false;
+    watch.begun = true;
     pthread_t thread;
     const int status = signals_thread(&thread, watch_thread, NULL);
-    return status == 0 || data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
+    if (status != 0) return data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
+    return launch->rank > 0 || gather_ranks(launch, limit, error);
 }
 
 // Messages between ranks. If one fails, the watch of this rank or of rank 0 soon ends the process and says why.
 
 // Sends bytes to rank r or, where `given` is NULL, takes them from it.
-static void pass_bytes(int r, const void* given, void* taken, size_t count) {
+static void pass_bytes(int r, const void* given, void* taken, int64_t count) {
     const int socket = watch.peers[r].socket[MESSAGES];
-    if (given ? send_all(socket, given, count) : receive_by(socket, taken, count, INFINITY)) return;
+    if (given ? send_all(socket, given, (size_t)count) : receive_by(socket, taken, (size_t)count, INFINITY)) return;
     sleep_ms(2000);
     peer_lost(r, 0);
 }
 
-void launch_broadcast(const Launch* launch, int from, void* bytes, int64_t count) {
-    if (launch->world == 1 || count == 0) return;
-    if (from > 0 && launch->rank == 0) pass_bytes(from, NULL, bytes, (size_t)count);
-    if (launch->rank > 0) pass_bytes(0, launch->rank == from ? bytes : NULL, bytes, (size_t)count);
-    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
-        if (r != from) pass_bytes(r, bytes, NULL, (size_t)count);
-    }
-}
-
-// Copies the bytes of all ranks, one after another, to `all` on rank 0.
-static void collect(const Launch* launch, const void* own, size_t count, void* all) {
-    if (launch->rank > 0) return pass_bytes(0, own, NULL, count);
-    memcpy(all, own, count);
-    for (int r = 1; r < launch->world; r++) pass_bytes(r, NULL, (char*)all + (size_t)r * count, count);
+void launch_broadcast(const Launch* launch, void* bytes, int64_t count) {
+    if (launch->rank > 0) return pass_bytes(0, NULL, bytes, count);
+    for (int r = 1; r < launch->world; r++) pass_bytes(r, bytes, NULL, count);
 }
 
 void launch_gather(const Launch* launch, const void* own, int64_t count, void* all) {
-    collect(launch, own, (size_t)count, all);
-    launch_broadcast(launch, 0, all, launch->world * count);
+    if (launch->rank > 0) pass_bytes(0, own, NULL, count);
+    if (launch->rank == 0) memcpy(all, own, (size_t)count);
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) pass_bytes(r, NULL, (char*)all + r * count, count);
+    launch_broadcast(launch, all, launch->world * count);
 }
 
 void launch_all_reduce(const Launch* launch, double* values, int count, LaunchReduction how) {
-    const size_t bytes = (size_t)count * sizeof(double);
-    SCOPED double* all = memory_take((size_t)launch->world * bytes);
-    collect(launch, values, bytes, all);
-    for (int i = count; i < launch->world * count && launch->rank == 0; i++) {
+    const int64_t bytes = count * (int64_t)sizeof(double);
+    SCOPED double* all = memory_take((size_t)(launch->world * bytes));
+    launch_gather(launch, values, bytes, all);
+    memcpy(values, all, (size_t)bytes);
+    for (int i = count; i < launch->world * count; i++) {
         double* value = &values[i % count];
         *value = how == LAUNCH_SUM ? *value + all[i] : *value >= all[i] ? *value : all[i];
     }
-    launch_broadcast(launch, 0, values, (int64_t)bytes);
 }
 
 bool launch_any(const Launch* launch, bool flag) {
@@ -423,7 +411,7 @@ bool launch_any(const Launch* launch, bool flag) {
 }
 
 void watchdog_arm(const Launch* launch, const char* what, double patience) {
-    if (!watch.peers) return;
+    if (!watch.begun) return;
     pthread_mutex_lock(&lock);
     Peer* own = &watch.peers[launch->rank];
     snprintf(watch.what, sizeof(watch.what), "%s", what);
@@ -438,7 +426,7 @@ void watchdog_disarm(const Launch* launch) {
 }
 
 void launch_leave(const Launch* launch) {
-    if (!watch.peers) return;
+    if (!watch.begun) return;
     watchdog_disarm(launch);
     pthread_mutex_lock(&lock);
     watch.leaves = true;

@@ -5,14 +5,13 @@
 C_LINKAGE_BEGIN
 
 enum { MESSAGES, BEATS, CHANNELS };
-enum { HMAC_BYTES = 32 };
+enum { HASH_BYTES = 32 };
 
 // Who a process is.
 typedef struct {
     int32_t rank, channel, pid;
     char host[64];                     // may lack its final NUL
-    unsigned char random[HMAC_BYTES];  // the same on both channels of a process
-    unsigned char proof[HMAC_BYTES];
+    unsigned char random[HASH_BYTES];  // the same on both channels of a process
 } Hello;
 
 // What a rank says every second.
@@ -22,13 +21,12 @@ typedef struct {
     int64_t progress;
 } Beat;
 
-// HMAC-SHA256 (RFC 2104, FIPS 180-4): the keyed hash of `count` bytes under a key of any length.
-void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]);
+// SHA-256 (FIPS 180-4) of `count` bytes.
+void sha256(const void* bytes, size_t count, unsigned char hash[HASH_BYTES]);
 
-// Computes the proof of `role`, "rank" or "rank 0", from what rank 0 and the rank have sent of themselves. True if
-// `proof` held it before.
-bool rendezvous_prove(const Launch* launch, const char* role, const Hello* first, const Hello* hello,
-                      unsigned char proof[HMAC_BYTES]);
+// Computes what proves a process to another: the hash of the key and both of their Hellos, whose length is always the
+// same, so that nobody can extend it. True if `proof` held it before.
+bool rendezvous_prove(const Launch* launch, const Hello* own, const Hello* other, unsigned char proof[HASH_BYTES]);
 
 // Listens at launch->port (0: any port), and sets launch->port to the port and launch->listener to the socket.
 bool rendezvous_listen(Launch* launch, char* error);

@@ -34,6 +34,7 @@
 #pragma once
 #include <assert.h>
 
+#include "../layer_ring.cuh"
 #include "../norm.cuh"
 #include "../tile.h"
 #include "comm.cuh"
@@ -82,7 +83,7 @@ struct Shard {
     bool first, last;                  // micro-batch of the step
     double micro_batch_seconds;        // in the last step; 0: unknown
     int stop;                          // the signal at which all ranks have agreed to end, or 0
-    int held[2];                       // layers whose weights are in packed memory; -1: none
+    LayerRing held;                    // layers whose weights are in packed memory
     cudaEvent_t *ready, *summed;       // (layers + 1) weights are gathered; gradients are summed
 };
 
@@ -270,7 +271,8 @@ inline void* shard_open(Shard* s, void* grads, void* weights, double* squares, i
     s->weights = gathered > 0 ? device_alloc(dev, gathered) : weights;
     if (gathered > 0) device_zero(dev, s->weights, gathered);
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
-    s->held[0] = s->held[1] = s->waiting = -1;
+    ring_open(&s->held, dev, 2, false);
+    s->waiting = -1;
     if (!dev->gpu) return s->weights;
     const int events = s->layers + 1;
     s->ready = (cudaEvent_t*)memory_zero(2 * (size_t)events, sizeof(cudaEvent_t)), s->summed = s->ready + events;
@@ -353,7 +355,7 @@ void shard_sum_pieces(Shard* s, Link* link, int bucket, int64_t i) {
         sends[r] = {shard_at(s, s->grads, bucket, run, bytes), run.tiles * bytes};
         receives[r] = {s->incoming + r * stride, own.tiles * bytes};
     }
-    comm_exchange_zero_copy(&s->comm, link, sends, receives);
+    comm_exchange(&s->comm, link, sends, receives, true);
     const bool many = world > PEER_MAX, ends = link->span == 1;
     const bool splits = ends && s->mode >= SHARD_GRADS && !s->releases;
     char* mine = shard_at(s, s->grads, bucket, own, bytes);
@@ -476,11 +478,6 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
     return (int64_t)-max;
 }
 
-// Sends rank 0's bytes to all.
-inline void shard_broadcast(const Shard* s, void* bytes, int64_t count) {
-    if (s) launch_broadcast(s->comm.launch, 0, bytes, count);
-}
-
 // Weights.
 
 // Gathers a bucket's weights on all ranks, on the comm's stream.
@@ -493,17 +490,16 @@ inline void shard_gather(Shard* s, int bucket) {
 inline void shard_publish(Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return;
     comm_after_device(&s->comm);
-    s->held[0] = s->held[1] = -1;
+    ring_forget(&s->held);
     shard_gather(s, s->layers);
     for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
 }
 
 // Begins to gather the weights of a layer ahead of their use. They evict the layer two away.
 inline void shard_prefetch(Shard* s, int layer) {
-    if (!shard_splits(s, SHARD_WEIGHTS) || layer < 0 || layer >= s->layers || s->held[layer % 2] == layer) return;
+    if (!shard_splits(s, SHARD_WEIGHTS) || layer < 0 || layer >= s->layers || !ring_fetch(&s->held, layer)) return;
     comm_after_device(&s->comm);
     shard_gather(s, layer);
-    s->held[layer % 2] = layer;
 }
 
 // Makes the device's stream wait for the weights of this bucket, and begins to gather those of layer `next`.

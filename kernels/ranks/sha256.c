@@ -42,26 +42,14 @@ static void add_block(uint32_t state[8], const unsigned char* block) {
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-// Hashes a block, unless it is NULL, and then `count` bytes.
-static void sha256(const unsigned char* first, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]) {
+void sha256(const void* bytes, size_t count, unsigned char hash[HASH_BYTES]) {
     uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    const size_t head = first ? BLOCK : 0, length = head + count, blocks = (length + 8) / BLOCK + 1;
+    const size_t blocks = (count + 8) / BLOCK + 1;
     SCOPED unsigned char* text = memory_zero(blocks, BLOCK);
-    if (first) memcpy(text, first, BLOCK);
-    memcpy(text + head, bytes, count);
-    text[length] = 0x80;
-    for (int i = 0; i < 8; i++) text[blocks * BLOCK - 1 - i] = (unsigned char)(8 * (uint64_t)length >> 8 * i);
+    memcpy(text, bytes, count);
+    text[count] = 0x80;
+    for (int i = 0; i < 8; i++) text[blocks * BLOCK - 1 - i] = (unsigned char)(8 * (uint64_t)count >> 8 * i);
     for (size_t i = 0; i < blocks; i++) add_block(state, text + i * BLOCK);
-    for (int i = 0; i < HMAC_BYTES; i++) hash[i] = (unsigned char)(state[i / 4] >> (24 - 8 * (i % 4)));
-}
-
-void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]) {
-    unsigned char pad[BLOCK] = {0};
-    if (key_bytes > BLOCK) sha256(NULL, key, key_bytes, pad);
-    if (key_bytes <= BLOCK && key_bytes > 0) memcpy(pad, key, key_bytes);
-    for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36;
-    sha256(pad, bytes, count, hash);
-    for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36 ^ 0x5c;
-    sha256(pad, hash, HMAC_BYTES, hash);
+    for (int i = 0; i < HASH_BYTES; i++) hash[i] = (unsigned char)(state[i / 4] >> (24 - 8 * (i % 4)));
 }
