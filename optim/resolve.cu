@@ -25,22 +25,6 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row || name_unknown(table, option, *name, error);
 }
 
-// Does the same for a preset, which other programs call by its bits: adamw8bit, adamw_8bit, adam8bit.
-static bool resolve_preset(const char** name, char* error) {
-    char typed[64];
-    snprintf(typed, sizeof(typed), "%s", *name);
-    if (text_ends(typed, "bit")) typed[strlen(typed) - 3] = 0;
-    for (int most = 0; most < 2 && strlen(typed) > 3 && !find_row(preset_table(), *name); most++) {
-        for (int i = 0; i < preset_table().count; i++) {
-            const char* other = preset_table().row[i].name;
-            if (name_distance(typed, other) / 1000 > most) continue;
-            return data_error(error, "--preset: \"%s\" is not known; did you mean %s? (--list-presets has all)", *name,
-                              other);
-        }
-    }
-    return resolve_name(preset_table(), "--preset", name, error);
-}
-
 static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
@@ -222,7 +206,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     return true;
 }
 
-static bool resolve_numbers(const OptimConfig* c, char* error) {
+bool optim_numbers_fit(const OptimConfig* c, char* error) {
     const char *part = "a number from 0 to below 1", *any = "a number from 0 on";
     const auto below_1 = [](float x) { return x >= 0.0f && x < 1.0f; };
     const auto finite = [](float x) { return x >= 0.0f && x < INFINITY; };
@@ -273,7 +257,7 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
 
 bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->preset, PRESETS[0].name);
-    if (!resolve_preset(&config->preset, error)) return false;
+    if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
@@ -286,5 +270,5 @@ bool optim_resolve(OptimConfig* config, char* error) {
            resolve_m(config, "--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
            resolve_v(config, preset->v, error) && optim_feedback_fits(config, false, error) &&
            resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
-           optim_rule_fits(config, config, error) && resolve_numbers(config, error);
+           optim_rule_fits(config, config, error) && optim_numbers_fit(config, error);
 }

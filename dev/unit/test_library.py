@@ -229,7 +229,7 @@ def test_library_mistakes_are_sentences():
         raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape)]))
     plain = Plain([5], preset="adamw8")
     for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
-                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps 0")]:
+                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps: 0")]:
         raises(ValueError, words, lambda: plain.step(**settings))
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))
