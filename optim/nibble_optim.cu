@@ -464,7 +464,7 @@ NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) 
     const NibbleTensor* given = &optim->tensor[tensor];
     const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
     const Plan* plan = optim->optim->plan;
-    const int launch = plan->launch_of[tensor];
+    const int launch = plan->tensor[tensor].launch;
     const bool whole = config_reads_whole(&plan->launch[launch].config);
     return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};
 }

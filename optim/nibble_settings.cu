@@ -218,7 +218,7 @@ static void owners_find(NibbleOptim* optim, const Plan* plan) {
     const OptimTensor* whole = optim->whole;
     int64_t all = 0;
     for (int t = 0; t < optim->count; t++) {
-        const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
+        const OptimConfig* config = &launch_of(plan, t)->config;
         const bool owned = config_reads_whole(config) || cuts_split(config, &optim->tensor[t]);
         optim->owner[t] = owned && optim->shares > 0 ? 0 : -1;
         if (optim->owner[t] >= 0) all += tensor_padded(&whole[t]);
@@ -302,7 +302,7 @@ static void arena_place(NibbleOptim* optim) {
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
-        const Rows rows = plan->launch[plan->launch_of[t]].rows;
+        const Rows rows = launch_of(plan, t)->rows;
         if (!is_cut(tensor) || tensor->count == 0) continue;
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;

@@ -73,10 +73,10 @@ void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, 
     const int64_t begin = launch->run.begin;
     int64_t offset[2] = {begin, begin};
     for (int t = 0; t < count; t++) {
-        if (plan->launch_of[t] != index) continue;
-        OptimTensor(&kept)[SLOTS] = plan->kept[t];
+        if (plan->tensor[t].launch != index) continue;
+        OptimTensor(&kept)[SLOTS] = plan->tensor[t].kept;
         kept_low(launch, &tensors[t], offset, kept);
-        plan->noise[t] = first;
+        plan->tensor[t].noise = first;
         first += tensor_padded(&kept[SLOT_M]);
         if (is_elsewhere(plan, t)) continue;
         offset[0] += tensor_padded(&kept[SLOT_M]), offset[1] += tensor_padded(&kept[SLOT_BASIS]);
