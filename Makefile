@@ -243,7 +243,7 @@ sanitize-cpu:
 	mkdir -p build/fuzz/dev && ln -sfn ../../../dev/unit build/fuzz/dev/unit  # the tests' files lie beside the program
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/fuzz/test_gpt2 -j $$(nproc) $(SANITIZE_CPU)
 
-# What a machine does to a run: kills, failing calls, memory limits, signals.
+# What a machine does to a run: kills, failing calls, signals.
 faults: train build/dev/faults_preload.so
 	python3 dev/faults.py $(FAULTS)
 
@@ -283,8 +283,8 @@ help:
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make sanitize-cpu  CPU tests under clang's sanitizers of addresses and undefined behaviour (SANITIZE_CPU=\"-k folders_\" picks)"
 	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"
-	@echo "make faults       kills, failing calls, memory limits and signals against ./train:"
-	@echo "                  about a minute; FAULTS=\"--kills 300 --calls 300 --limits 100 --signals 200\" for longer"
+	@echo "make faults       kills, failing calls and signals against ./train:"
+	@echo "                  about a minute; FAULTS=\"--kills 300 --calls 300 --signals 200\" for longer"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
 	@echo "make loc          lines and code lines of each part, beside the limits of dev/limits.txt"

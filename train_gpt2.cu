@@ -1545,10 +1545,9 @@ static int train_main(Options* o, const Launch* launch) {
 }
 
 #ifndef TESTING
-// Runs before the libraries' own initialisation, so that signals have handlers and a low stack limit is reported.
+// Runs before the libraries' own initialisation, so that signals have handlers.
 static void before_libraries(int, char**, char**) {
     signals_catch();
-    memory_begin();
 }
 __attribute__((section(".preinit_array"), used)) static const auto first_of_all = before_libraries;
 
@@ -1569,7 +1568,6 @@ int main(int argc, char** argv) {
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
-    memory_start_threads();
     const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
     for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
         if (!evaluates || !option_given(&options, other)) continue;

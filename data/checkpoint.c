@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 const char* checkpoint_name(const char* run_folder, int64_t step) {
@@ -154,19 +153,13 @@ bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files
     return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
-// Renames the folder to its final name. An existing folder is exchanged with it atomically, so that a whole one always
-// exists.
+// Renames the folder to its final name. An existing folder is exchanged with it atomically.
 static bool swap(const CheckpointWriter* writer) {
     const char *folder = writer->path, *temporary = writer->folder;
     char* error = writer->error;
-    const char* old = text_kept("%s.old.tmp", folder);
-    struct stat status;
-    bool there = lstat(folder, &status) == 0;
-    bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // A file system that cannot exchange two names keeps the old folder beside until the new one is in place.
-    if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
-        return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
-    }
+    const bool swapped = renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    // A file system that cannot exchange two names, such as NFS, loses the old folder before it has the new one.
+    if (!swapped && errno == EINVAL && !folder_remove(folder, error)) return false;
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
@@ -228,7 +221,7 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     }
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
-        if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
+        if (step_of(entry->d_name, ".tmp") < 0) continue;
         ok = folder_remove(path_in(run_folder, entry->d_name), error) && ok;
     }
     if (dir) closedir(dir);

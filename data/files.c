@@ -58,8 +58,7 @@ const char* path_there(const char* folder, const char* name) {
 
 char* path_absolute(const char* path) {
     SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
-    const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");  // the folder would be part of it
-    const bool joins = folder && !pattern && text_is_utf8(folder, (int64_t)strlen(folder));
+    const bool joins = folder && text_is_utf8(folder, (int64_t)strlen(folder));
     return joins ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 

@@ -117,27 +117,37 @@ bool gpt2_unknown(const char* name, char* error) {
         name, text);
 }
 
-// Says what a member holds and what nibble has instead.
-static bool refuse_member(const Json* found, const char* key, const char* wanted, const char* folder, char* error) {
-    SCOPED char* text = json_text(found);
-    return data_error(
-        error, "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
-        folder, key, text, wanted);
+// A member of config.json: a number that the shape takes, or one of which nibble has transformers' default alone.
+typedef struct {
+    const char *key, *wanted;  // wanted: its only value, as JSON; NULL: a whole number from 1 to `max`
+    int64_t usual, max, *number;
+} Member;
+
+// Takes or checks a member. An absent one, and of others than numbers null, stands for the default.
+static bool member_take(const Json* json, const Member* member, const char* folder, char* error) {
+    const Json* found = json_get(json, member->key);
+    SCOPED char* text = found ? json_text(found) : text_copy("null");
+    const char* wanted = member->wanted;
+    bool good = wanted && text_among(text, "null \"gelu_pytorch_tanh\"", ' ');  // gelu_new's other name
+    if (wanted) {
+        const double number = atof(wanted);
+        good = good || strcmp(text, wanted) == 0 ||
+               (found->kind == JSON_NUMBER && fabs(found->number - number) < 1e-6 * number);
+    } else {
+        wanted = text_kept("whole numbers from 1 to %lld", (long long)member->max);
+        *member->number = found ? json_int(json, member->key, -1) : member->usual;
+        good = *member->number >= 1 && *member->number <= member->max;
+    }
+    return good ||
+           data_error(
+               error,
+               "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
+               folder, member->key, text, wanted);
 }
 
-// Refuses a member whose value is not the one that nibble has, which is a transformers' default: an absent member and
-// null stand for it.
-static bool check_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
-    const Json* found = json_get(json, key);
-    if (!found || found->kind == JSON_NULL) return true;
-    SCOPED char* text = json_text(found);
-    if (strcmp(text, wanted) == 0 || strcmp(text, "\"gelu_pytorch_tanh\"") == 0) return true;  // gelu_new's other name
-    const double number = atof(wanted);
-    if (found->kind == JSON_NUMBER && fabs(found->number - number) < 1e-6 * number) return true;
-    return refuse_member(found, key, wanted, folder, error);
-}
-
-static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
+bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
+    JSON_SCOPED Json* json = json_read(path_in(folder, "config.json"), error);
+    if (!json) return data_error(error, "--model %s: %s; name another folder", folder, error);
     const char* type = json_string(json, "model_type", "none");
     if (strcmp(type, "gpt2") != 0) {
         return data_error(error,
@@ -145,42 +155,24 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
                           "says \"model_type\": \"gpt2\"",
                           folder, type);
     }
-    const char* inner = text_kept("%lld", 4 * (long long)json_int(json, "n_embd", 768));
-    const char* members[][2] = {{"activation_function", "\"gelu_new\""},
-                                {"layer_norm_epsilon", "1e-05"},
-                                {"n_inner", inner},
-                                {"tie_word_embeddings", "true"},
-                                {"scale_attn_weights", "true"},
-                                {"scale_attn_by_inverse_layer_idx", "false"},
-                                {"reorder_and_upcast_attn", "false"},
-                                {"add_cross_attention", "false"},
-                                {"is_encoder_decoder", "false"},
-                                {"quantization_config", "none"}};
+    const Member members[] = {
+        {"activation_function", "\"gelu_new\"", 0, 0, NULL},
+        {"layer_norm_epsilon", "1e-05", 0, 0, NULL},
+        {"n_inner", text_kept("%lld", 4 * (long long)json_int(json, "n_embd", 768)), 0, 0, NULL},
+        {"tie_word_embeddings", "true", 0, 0, NULL},
+        {"scale_attn_weights", "true", 0, 0, NULL},
+        {"scale_attn_by_inverse_layer_idx", "false", 0, 0, NULL},
+        {"reorder_and_upcast_attn", "false", 0, 0, NULL},
+        {"add_cross_attention", "false", 0, 0, NULL},
+        {"is_encoder_decoder", "false", 0, 0, NULL},
+        {"quantization_config", "none", 0, 0, NULL},
+        {"n_layer", NULL, 12, GPT2_MAX_LAYERS, &shape->layers},
+        {"n_embd", NULL, 768, GPT2_MAX_CHANNELS, &shape->channels},
+        {"n_head", NULL, 12, 1024, &shape->heads},
+        {json_get(json, "n_positions") ? "n_positions" : "n_ctx", NULL, 1024, 65536, &shape->positions},
+        {"vocab_size", NULL, 50257, 1 << 20, &shape->vocabulary}};
     for (size_t i = 0; i < sizeof(members) / sizeof(members[0]); i++) {
-        if (!check_member(json, members[i][0], members[i][1], folder, error)) return false;
-    }
-    return true;
-}
-
-bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
-    JSON_SCOPED Json* json = json_read(path_in(folder, "config.json"), error);
-    if (!json) return data_error(error, "--model %s: %s; name another folder", folder, error);
-    if (!is_plain_gpt2(json, folder, error)) return false;
-    const struct {
-        const char* key;
-        int64_t otherwise, max, *found;
-    } numbers[] = {{"n_layer", 12, GPT2_MAX_LAYERS, &shape->layers},
-                   {"n_embd", 768, GPT2_MAX_CHANNELS, &shape->channels},
-                   {"n_head", 12, 1024, &shape->heads},
-                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", 1024, 65536, &shape->positions},
-                   {"vocab_size", 50257, 1 << 20, &shape->vocabulary}};
-    for (int i = 0; i < 5; i++) {
-        const char* key = numbers[i].key;
-        const int64_t found = json_get(json, key) ? json_int(json, key, -1) : numbers[i].otherwise;
-        *numbers[i].found = found;
-        if (found >= 1 && found <= numbers[i].max) continue;
-        const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].max);
-        return refuse_member(json_get(json, key), key, wanted, folder, error);
+        if (!member_take(json, &members[i], folder, error)) return false;
     }
     return true;
 }

@@ -1,19 +1,10 @@
 #include "memory.h"
-#include <omp.h>
-#include <pthread.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 #include "errors.h"
-
-enum {
-    STACK_BYTES = 3 << 18,  // about twice what any path through the program uses
-    BEGIN_BYTES = 32 << 20  // more than is taken until the last thread has begun
-};
 
 static const char* checkpoint = "";  // global, since callers of memory_missing know nothing of the run
 
@@ -158,40 +149,4 @@ FILE* text_stream(char** text, size_t* bytes) {
     *bytes = 0;
     FILE* file = fopencookie(stream, "w", (cookie_io_functions_t){.write = stream_write, .close = stream_close});
     return there(file, sizeof(FILE));
-}
-
-// Touches every page of STACK_BYTES. Not inlined, since the caller's frame would then have this size.
-__attribute__((noinline)) static void stack_take(void) {
-    volatile char stack[STACK_BYTES];
-    (void)stack;
-    for (size_t at = STACK_BYTES; at > 0; at -= 4096) stack[at - 4096] = 0;  // from its top down, as a stack grows
-}
-
-// Ends the process unless it gets so many bytes more.
-static void require_room(size_t need) {
-    const int flags =
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // limits count it, and the machine's memory does not
-    void* room = mmap(NULL, need, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (room == MAP_FAILED) memory_missing(need);
-    munmap(room, need);
-}
-
-void memory_begin(void) {
-    static const char text[] = "train: error: the limit of the stack is below 2 MiB; type ulimit -s 8192 first\n";
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_cur < 2 << 20) {
-        if (write(2, text, sizeof(text) - 1) < 0) _exit(2);
-        _exit(2);
-    }
-    require_room(STACK_BYTES + BEGIN_BYTES);
-    stack_take();
-}
-
-void memory_start_threads(void) {
-    pthread_attr_t usual;
-    size_t stack = 0;
-    if (pthread_getattr_default_np(&usual) == 0) pthread_attr_getstacksize(&usual, &stack);
-    require_room((size_t)(omp_get_max_threads() - 1) * stack + STACK_BYTES);
-#pragma omp parallel
-    atomic_thread_fence(memory_order_seq_cst);  // so that the compiler keeps the region
 }

@@ -30,12 +30,6 @@ __attribute__((format(printf, 1, 0))) char* text_of(const char* format, va_list 
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.
 FILE* text_stream(char** text, size_t* bytes);
 
-// Touches the stack that the program will need, and ends the process if limits leave no room for what the libraries
-// take at their start; otherwise it would die by a signal. Call it before the libraries begin.
-void memory_begin(void);
-// Starts OpenMP's threads while there is room for their stacks: where there is none, libgomp ends the process in words
-// of its own. Call it after the last fork.
-void memory_start_threads(void);
 // Sets where the path of the last good checkpoint is, for that sentence. The text there may change; "": none yet.
 void memory_checkpoint(const char* path);
 // Ends the process for want of so many bytes.

@@ -78,23 +78,15 @@ def draw(pieces, share, unit, seed):
     """Yields (part, whether it begins a document, text) of each piece, where about `share` of the text is for "val".
 
     The text is counted in documents, and a longer one in stretches of at most `unit` characters. One is drawn from each
-    1 / share of them, so every input gives its share; where that leaves a part empty, the last one is for that part.
-    A stretch of another part than the one before begins a document.
+    1 / share of them, so every input gives its share. A stretch of another part than the one before begins a document.
     """
-    generator, number, count, chosen, part, given = random.Random(seed), 0, 0, -1, None, set()
-    following = stretches(pieces, unit)
-    stretch = next(following, None)
-    while stretch:
-        after = next(following, None)
+    generator, count, chosen, part = random.Random(seed), 0, -1, None
+    for number, stretch in enumerate(stretches(pieces, unit)):
         while chosen < number:
             chosen, count = int((count + generator.random()) / share), count + 1
         before, part = part, "val" if number == chosen else "train"
-        if not after and given == {part}:
-            part = "train" if part == "val" else "val"
-        given.add(part)
         for i, (begins, text) in enumerate(stretch):
             yield part, begins or (i == 0 and part != before), text
-        stretch, number = after, number + 1
 
 
 def read_parts(options, notes, what):

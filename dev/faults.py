@@ -2,14 +2,13 @@
 """Injects faults that a machine can cause into ./train, on the CPU with a model of one layer, and checks the result.
 
     make faults
-    make faults FAULTS="--kills 300 --calls 300 --limits 100 --signals 200"
+    make faults FAULTS="--kills 300 --calls 300 --signals 200"
     python3 dev/faults.py --only calls:17 --seed 1      # one case again, and what it printed
 
 Each case has a group and a number, which with --seed decide everything about it but the moment of a kill or a signal:
 
     kills     SIGKILL at random moments, one to three in a row
     calls     one call, some or all from one on fail (dev/faults_preload.c): open, read, write, fsync, rename, malloc, ...
-    limits    ulimit -v, from what the program needs to begin with to what it needs to end
     signals   INT, TERM, HUP, USR1 and PIPE at random moments, once or twice
 
 After each, ./train must have ended by itself, with exit code 0 or 2 (after a signal the code that is usual for it), and
@@ -42,13 +41,12 @@ TRAIN, PRELOAD = ROOT / "train", ROOT / "build/dev/faults_preload.so"
 LAST, HALF = 12, 6  # steps of a run, and of the one that cases resume
 PATIENCE = 40  # seconds after which a run counts as hanging
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "vocab.json", "merges.txt")
-SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60}
+SHORT = {"kills": 40, "calls": 150, "signals": 60}
 ERRORS = {"open": "EACCES EMFILE EIO", "folder": "EACCES EMFILE", "read": "EIO short EINTR",
           "write": "ENOSPC EIO EDQUOT short EINTR", "flush": "ENOSPC EIO", "sync": "EIO ENOSPC", "rename": "EIO EACCES",
           "mkdir": "ENOSPC EACCES EROFS", "resize": "EIO ENOSPC", "remove": "EACCES EROFS EIO", "map": "ENOMEM EACCES",
           "memory": "ENOMEM", "thread": "EAGAIN"}
 SIGNALS = ("INT", "TERM", "HUP", "USR1", "PIPE")
-MEGABYTE = 1 << 20
 
 
 class Failed(Exception):
@@ -105,7 +103,7 @@ class Harness:
                 f"--val-tokens 64 --sample-every 5 --sample-tokens 4 --run run --resume auto")
         return text.split()
 
-    def start(self, folder, words, env=None, limit=None):
+    def start(self, folder, words, env=None):
         """Begins ./train in `folder`; what it prints goes to train.out and train.err there."""
         whole = {k: v for k, v in os.environ.items() if not re.match("RANK$|WORLD_SIZE|LOCAL_|MASTER_|SLURM|OMPI|NIBBLE_", k)}
         whole.update({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}, **(env or {}))
@@ -113,8 +111,6 @@ class Harness:
 
         def prepare():
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if limit:
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
         with open(f"{folder}/train.out", "wb") as out, open(f"{folder}/train.err", "wb") as err:
             return subprocess.Popen([TRAIN, *words], cwd=folder, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
@@ -134,7 +130,7 @@ class Harness:
     def run(self, folder, words=None, **more):
         return self.end(self.start(folder, words or self.words(), **more), folder)
 
-    # measure() runs without faults and records the files, the memory and the number of calls.
+    # measure() runs without faults and records the files and the number of calls.
 
     def measure(self):
         make_data(Path(self.root, "data"))
@@ -154,23 +150,6 @@ class Harness:
             need(self.run(folder, env=env).code == 0, "a run that is counted fails")
             lines = Path(folder, "counts").read_text().splitlines()
             self.counts[begun] = {kind: int(count) for kind, count in map(str.split, lines)}
-        # Below the least the system cannot even load the program and its libraries.
-        self.least = self.bisect(lambda limit: self.run(f"{self.root}/two", ["--help"], limit=limit).code in (0, 2), 0, 4096)
-        folder = self.folder("most", False)
-
-        def fits(limit):
-            shutil.rmtree(f"{folder}/run", ignore_errors=True)
-            return self.run(folder, limit=limit).code == 0
-
-        self.most = self.bisect(fits, self.least // MEGABYTE, 8192)
-
-    @staticmethod
-    def bisect(works, low, high):
-        """Returns the least number of megabytes that work, in bytes."""
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if works(middle * MEGABYTE) else (middle, high)
-        return high * MEGABYTE
 
     def folder(self, name, begun):
         """Makes a folder for a case. If `begun`, it holds a run that has done half of its steps."""
@@ -253,13 +232,6 @@ class Harness:
         case.no_tokenizer = bool(re.search("notice.*no samples", ended.out))
         self.check_kept(case, ended)
 
-    def limits(self, case, rng):
-        limit = rng.randint(self.least, self.most + 2 * MEGABYTE) // 4096 * 4096
-        case.fault, case.memory = f"ulimit -v {limit // 1024}", True
-        ended = self.run(case.folder, limit=limit)
-        self.check_end(ended)
-        self.check_kept(case, ended)
-
     @staticmethod
     def signal_is_awaited(pid, number):
         """Returns whether the process handles or ignores the signal, as it does from its first line of code on."""
@@ -309,8 +281,7 @@ class Harness:
             shutil.rmtree(f"{self.root}/{name}", ignore_errors=True)
 
     def all(self):
-        print(f"limits from {self.least // MEGABYTE} to {self.most // MEGABYTE} MB, {self.seconds:.2f} s a run, "
-              f"{sum(self.counts[False].values())} calls that can fail", flush=True)
+        print(f"{self.seconds:.2f} s a run, {sum(self.counts[False].values())} calls that can fail", flush=True)
         for group in SHORT:
             count, begin, before = getattr(self.options, group), time.monotonic(), (self.passed, self.failed)
             numbers = range(count) if not self.options.only else [n for g, n in self.options.only if g == group]

@@ -356,21 +356,13 @@ void jit_requests_free(JitRequest* request, int count) {
     }
 }
 
-static bool image_get(const char* expression, const char* architecture, bool caches, JitImage* image, char* error) {
+bool jit_get(const char* expression, const char* architecture, bool caches, JitImage* image, char* error) {
     JitRequest request = {text_copy(expression), nullptr, {}, 0, nullptr};
     const bool good = requests_get(&request, 1, architecture, caches, error);
     *image = request.image, request.image = {};
     if (!good) jit_free(image);
     jit_requests_free(&request, 1);
     return good;
-}
-
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
-    return image_get(expression, architecture, false, image, error);
-}
-
-bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error) {
-    return image_get(expression, architecture, true, image, error);
 }
 
 // Loads an image into the current device, where it stays until the process ends. Returns false with a sentence if the

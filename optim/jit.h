@@ -46,12 +46,10 @@ bool jit_available();
 // no libnvrtc or it knows neither.
 bool jit_architecture(int compute, char* architecture, size_t bytes, char* error);
 
-// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; with "" it compiles
-// no kernel. Returns false with NVRTC's log in `error`, cut to DATA_ERROR_BYTES. jit_free frees the image.
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error);
-
-// Does the same through the cache.
-bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error);
+// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>", or takes it from the cache
+// if it `caches`; with "" it compiles no kernel. Returns false with NVRTC's log in `error`, cut to DATA_ERROR_BYTES.
+// jit_free frees the image.
+bool jit_get(const char* expression, const char* architecture, bool caches, JitImage* image, char* error);
 void jit_free(JitImage* image);
 
 // Writes the hash that names a kernel's file in the cache, for a version of NVRTC: 32 hexadecimal digits.

@@ -34,11 +34,12 @@ const Row* find_row(const Table<Row>& table, const char* name) {
 
 // Returns the distance between a typed name and a row's name. The part before block, scale and rounding counts 1000
 // times as much, since block and rounding are most of the letters of "dyn9/256:sr". The row's block does not count if
-// none was typed.
+// none was typed, nor does "bit", with which other programs name adamw8bit.
 inline int name_distance(const char* typed, const char* name) {
     char shorter[64];
-    size_t base = strcspn(name, "/:@");
-    int bases = edit_distance(typed, strcspn(typed, "/:@"), name, base);
+    size_t base = strcspn(name, "/:@"), letters = strcspn(typed, "/:@");
+    if (letters > 3 && strcmp(typed + letters - 3, "bit") == 0 && !text_ends(name, "bit")) letters -= 3;
+    int bases = edit_distance(typed, letters, name, base);
     snprintf(shorter, sizeof(shorter), "%.*s%s", (int)base, name, name + strcspn(name, ":@"));
     const char* whole = strchr(typed, '/') ? name : shorter;
     return 1000 * bases + edit_distance(typed, strlen(typed), whole, strlen(whole));

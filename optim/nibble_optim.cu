@@ -289,22 +289,21 @@ NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
 
 // Refuses constants that ./train would refuse, and a parameter without an address.
 static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
+    const NibbleGroup* checked = nullptr;  // the last tensor's
+    OptimConfig config = optim->config;
+    char error[DATA_ERROR_BYTES];
     if (step->step < 1) user_error("step: %lld was found; steps count from 1", (long long)step->step);
     for (int t = 0; t < optim->count; t++) {
         if (!step->grads[t]) continue;
         const NibbleGroup* group = &step->group[step->group_of ? step->group_of[t] : 0];
         const char* name = optim->tensor[t].name;
         if (!step->weights[t] && optim->placed[t].count > 0) user_error("%s has a gradient and no address", name);
-        if (!isfinite(group->lr) || !isfinite(group->weight_decay)) {
-            user_error("%s: lr %g and weight_decay %g were found; give numbers", name, group->lr, group->weight_decay);
-        }
-        if (!(group->beta1 >= 0.0f && group->beta1 < 1.0f && group->beta2 >= 0.0f && group->beta2 < 1.0f)) {
-            user_error("%s: betas (%g, %g) were found; give numbers from 0 to below 1", name, (double)group->beta1,
-                       (double)group->beta2);
-        }
-        if (!(group->eps > 0.0f && group->eps <= 1.0f)) {
-            user_error("%s: eps %g was found; give a number above 0, at most 1", name, (double)group->eps);
-        }
+        if (group == checked) continue;
+        if (!isfinite(group->lr)) user_error("%s: lr %g was found; give a number", name, group->lr);
+        config.beta1 = group->beta1, config.beta2 = group->beta2, config.eps = group->eps;
+        config.weight_decay = (float)group->weight_decay;
+        if (!optim_numbers_fit(&config, error)) user_error("%s: %s", name, error);
+        checked = group;
     }
 }
 
@@ -465,7 +464,7 @@ NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) 
     const NibbleTensor* given = &optim->tensor[tensor];
     const int64_t first = given->count < 0 ? 0 : given->first - given->first % TILE_ELEMENTS;
     const Plan* plan = optim->optim->plan;
-    const int launch = plan->launch_of[tensor];
+    const int launch = plan->tensor[tensor].launch;
     const bool whole = config_reads_whole(&plan->launch[launch].config);
     return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};
 }

@@ -87,21 +87,13 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
 }
 
-// Returns true if the value is the first of two words, false if it is the second. Other values are refused.
-static bool setting_word(const char* key, const char* value, const char* first, const char* second) {
-    const bool is_first = strcmp(value, first) == 0;
-    if (!is_first && strcmp(value, second) != 0) {
-        user_error("%s: \"%s\" was found; type %s or %s", key, value, first, second);
+// Returns the number of the value among the choices. Other values are refused.
+static int setting_choice(const char* key, const char* value, const char* choices) {
+    int number = 0;
+    for (const char *at = choices, *word; (word = text_word(&at, '|')); number++) {
+        if (strcmp(word, value) == 0) return number;
     }
-    return is_first;
-}
-
-static void setting_adafactor_lr(OptimConfig* config, const char* value) {
-    const bool both = strcmp(value, "paper") == 0;
-    config->relative_steps = both || strcmp(value, "relative") == 0;
-    config->scale_by_rms = both || strcmp(value, "scaled") == 0;
-    if (config->relative_steps || config->scale_by_rms || strcmp(value, "plain") == 0) return;
-    user_error("adafactor_lr: \"%s\" was found; type plain, relative, scaled or paper", value);
+    user_error("%s: \"%s\" was found; type one of %s", key, value, choices);
 }
 
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
@@ -119,11 +111,11 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     if (setting->kind == COUNT) *(int64_t*)at = (int64_t)setting_count(key, value, INT64_MAX);
     if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
     if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
-    if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
-    if (setting->kind == ADAFACTOR_LR) setting_adafactor_lr(&optim->config, value);
-    if (setting->kind == PARAMETERS) {
-        const bool fp16 = strcmp(value, "fp16") == 0;
-        optim->compute = fp16 ? OPTIM_FP16 : setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;
+    if (setting->kind == ON_OFF) *(bool*)at = setting_choice(key, value, "off|on");
+    if (setting->kind == PARAMETERS) optim->compute = (OptimType)setting_choice(key, value, "fp32|bf16|fp16");
+    if (setting->kind == ADAFACTOR_LR) {
+        const int choice = setting_choice(key, value, "plain|relative|scaled|paper");
+        optim->config.relative_steps = choice & 1, optim->config.scale_by_rms = choice & 2;
     }
     if (setting->kind == DEVICE) setting_device(optim, value);
     if (setting->kind == SHARE) setting_share(optim, value);
@@ -218,7 +210,7 @@ static void owners_find(NibbleOptim* optim, const Plan* plan) {
     const OptimTensor* whole = optim->whole;
     int64_t all = 0;
     for (int t = 0; t < optim->count; t++) {
-        const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
+        const OptimConfig* config = &launch_of(plan, t)->config;
         const bool owned = config_reads_whole(config) || cuts_split(config, &optim->tensor[t]);
         optim->owner[t] = owned && optim->shares > 0 ? 0 : -1;
         if (optim->owner[t] >= 0) all += tensor_padded(&whole[t]);
@@ -302,7 +294,7 @@ static void arena_place(NibbleOptim* optim) {
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
-        const Rows rows = plan->launch[plan->launch_of[t]].rows;
+        const Rows rows = launch_of(plan, t)->rows;
         if (!is_cut(tensor) || tensor->count == 0) continue;
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;

@@ -35,11 +35,6 @@ void* optim_table(Optim* optim, int64_t bytes, const void* from) {
     return table;
 }
 
-// Returns true if an array of states is in host memory: with `offload`, all but the numbers of whole tensors are.
-static bool on_host(bool offload, const StreamInfo& stream) {
-    return offload && stream.span == SPAN_RUN;
-}
-
 // Allocates and fills the constants that a format looks up; returns null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
@@ -61,53 +56,47 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// Allocates the arrays of weights or states for a run of the arena, from array `first` on; with first 1, `codes` is
-// array 0.
-static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
-                             bool states, Streams* streams) {
+// Allocates the arrays of a slot of weights or launch `index`, and adds them to the list that checkpoints write. If
+// array 0 is `there`, it begins at `codes`. With `offload`, states but the numbers of whole tensors are in host memory.
+static void streams_create(Optim* optim, Slot slot, int index, const FormatRow* format, const ArenaRun* run, bool there,
+                           void* codes, Streams* streams) {
+    const bool is_weights = slot == SLOT_WEIGHTS;
     OptimBytes* all = &optim->allocated;
     void** const data[3] = {&streams->codes, &streams->scales, &streams->third};
     streams->codes = codes;
-    for (int i = first; i < 3; i++) {
-        const StreamInfo& stream = format->stream[i];
-        int64_t* total = states && on_host(optim->config.offload, stream) ? &all->host : &all->states;
-        *data[i] = allocate_stream(optim, run_bytes(run, stream), states ? total : &all->weights);
-    }
-    streams->table = table_create(optim, format);
-    spans_create(optim, run, format, streams);
-}
-
-// Adds a storage's arrays to the list that checkpoints write.
-static void list_streams(Optim* optim, Slot slot, int index, const FormatRow* format, const Streams* streams,
-                         const ArenaRun* run) {
-    const bool is_weights = slot == SLOT_WEIGHTS;
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
-        void* data = stream_data(streams, i);
+        const bool on_host = optim->config.offload && info.span == SPAN_RUN;
+        int64_t* total = is_weights ? &all->weights : on_host ? &all->host : &all->states;
+        const int64_t bytes = run_bytes(run, info);
+        if (i > 0 || !there) *data[i] = allocate_stream(optim, bytes, total);
         if (info.bits == 0 || (run->begin == run->end && !optim->config.runs)) continue;
-        if (i == 0 && is_weights && !data && optim->config.placed) continue;  // the caller has these weights
+        if (i == 0 && is_weights && !*data[0] && optim->config.placed) continue;  // the caller has these weights
         const int number = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[number];
         stream_name(optim->plan, index, slot, info, name, sizeof(optim->stream_name[number]));
-        const int64_t elements = run_bytes(run, info) / element_bytes;
-        optim->stream[number] = {name, info.dtype, data, elements, element_bytes, i == 0 && is_weights, slot, index, i};
+        optim->stream[number] = {name, info.dtype, *data[i], bytes / element_bytes, element_bytes, i == 0 && is_weights,
+                                 slot, index,      i};
     }
+    streams->table = table_create(optim, format);
+    spans_create(optim, run, format, streams);
 }
 
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients. With a rule that
 // reads matrices it also makes *applied.
 Tile optim_tile(const Optim* optim, int t, int64_t i, int64_t number, Tile* applied) {
     const Plan* plan = optim->plan;
-    const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
+    const TensorPlan* own = &plan->tensor[t];
+    const StepLaunch* launch = &optim->launch[own->launch];
     const StoredWeights* weights = launch->weights;
     const bool copies = weights->copy != none_row();
-    const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset / TILE_ELEMENTS + i,
+    const int64_t at = own->kept[SLOT_WEIGHTS].offset / TILE_ELEMENTS + i,
                   kept = at - weights->run->begin / TILE_ELEMENTS;
     Tile tile = {};
     tile.seen = copies ? array_at(weights->copy->stream[0], optim->seen, at)
                        : array_at(weights->row->stream[0], weights->streams.codes, kept);
     tile.kept = (uint32_t)kept, tile.states = (uint32_t)(at - launch->plan->run.begin / TILE_ELEMENTS);
-    tile.element = (uint32_t)(optim->tensors[t].offset / TILE_ELEMENTS + i), tile.group = (uint32_t)plan->group_of[t];
+    tile.element = (uint32_t)(optim->tensors[t].offset / TILE_ELEMENTS + i), tile.group = (uint32_t)own->group;
     if (!launch->rows.rule->matrix) return tile;
     *applied = tile;
     applied->grads = matrix_scratch(&launch->matrix, number, launch->apply.rows.grads->stream[0].bits / 8);
@@ -135,8 +124,9 @@ static void tiles_create(Optim* optim) {
         launch->tiles = optim->tiles + (first - tiles), launch->applied = optim->tiles + (applied - tiles);
         if (launch->rows.rule->matrix) next += launch->plan->tiles;
         for (int t = 0, n = 0; t < optim->count; t++) {
-            if (plan->launch_of[t] != l) continue;
-            for (int64_t i = plan->here[t].begin / TILE_ELEMENTS; i < plan->here[t].end / TILE_ELEMENTS; i++, n++) {
+            const KeptPart here = plan->tensor[t].here;
+            if (plan->tensor[t].launch != l) continue;
+            for (int64_t i = here.begin / TILE_ELEMENTS; i < here.end / TILE_ELEMENTS; i++, n++) {
                 first[n] = optim_tile(optim, t, i, n, &applied[n]);
             }
         }
@@ -224,8 +214,7 @@ static void weights_create(Optim* optim, int index) {
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin) : nullptr;
     if (copied) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     const bool there = weights->are_seen && (copied || optim->config.placed);
-    allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
-    list_streams(optim, SLOT_WEIGHTS, index, format, &weights->streams, run);
+    streams_create(optim, SLOT_WEIGHTS, index, format, run, there, there ? at : nullptr, &weights->streams);
 }
 
 // Allocates and lists the states of launch `index`, and makes its kernels.
@@ -239,8 +228,7 @@ static void launch_create(Optim* optim, int index) {
         const FormatRow* format = slot_format(planned, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         Streams* kept = &launch->kept[slot];
-        allocate_streams(optim, run, format, 0, nullptr, true, kept);
-        list_streams(optim, (Slot)slot, index, format, kept, run);
+        streams_create(optim, (Slot)slot, index, format, run, false, nullptr, kept);
         if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = *kept;
     }
     const Rows first = first_rows(&planned->config);
@@ -329,12 +317,13 @@ void optim_free(Optim* optim) {
 
 static const StoredWeights* weights_of(const Optim* optim, int tensor) {
     const Plan* plan = optim->plan;
-    return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
+    return &optim->weights[launch_of(plan, tensor)->weights];
 }
 
 // Returns the number of a tensor's first tile in the arrays of its weights.
 static int64_t weights_tile(const Optim* optim, int tensor) {
-    return (optim->plan->kept[tensor][SLOT_WEIGHTS].offset - weights_of(optim, tensor)->run->begin) / TILE_ELEMENTS;
+    const OptimTensor* kept = &optim->plan->tensor[tensor].kept[SLOT_WEIGHTS];
+    return (kept->offset - weights_of(optim, tensor)->run->begin) / TILE_ELEMENTS;
 }
 
 OptimBytes optim_allocated(const Optim* optim) {
@@ -382,7 +371,7 @@ const void* optim_stored_weights(const Optim* optim, int tensor) {
 OptimCodes optim_codes(const Optim* optim, int tensor) {
     const StoredWeights* weights = weights_of(optim, tensor);
     if (!format_is_operand(weights->row) || is_elsewhere(optim->plan, tensor)) return {};
-    const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
+    const int64_t at = optim->plan->tensor[tensor].at[SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
     return {(const uint8_t*)row_tile(weights->row, weights->streams, weights_tile(optim, tensor)).codes,
             (const float*)weights->streams.scales + at};
 }
@@ -404,6 +393,6 @@ OptimStream optim_stream(const Optim* optim, int index) {
 }
 
 void* optim_array(const Optim* optim, int tensor, Slot slot, int i) {
-    const StepLaunch* launch = &optim->launch[optim->plan->launch_of[tensor]];
+    const StepLaunch* launch = &optim->launch[optim->plan->tensor[tensor].launch];
     return stream_data(slot == SLOT_WEIGHTS ? &launch->weights->streams : &launch->kept[slot], i);
 }

@@ -185,7 +185,7 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
     const Optim* optim = tables->optim;
     const char *with = nullptr, *without = nullptr;
     for (int t = 0; t < optim->count; t++) {
-        if (optim->plan->launch_of[t] != launch || tables->tensor[t].placed.count == 0) continue;
+        if (optim->plan->tensor[t].launch != launch || tables->tensor[t].placed.count == 0) continue;
         (tables->tensor[t].group < 0 ? without : with) = optim->tensors[t].name;
     }
     if (!with || !without) return;
@@ -251,8 +251,8 @@ static void build_launch(PlacedTables* tables, int launch) {
     PlacedRun* run = nullptr;
     for (int t = 0; t < optim->count; t++) {
         const PlacedState* state = &tables->tensor[t];
-        if (state->group < 0 || optim->plan->launch_of[t] != launch || state->placed.count == 0) continue;
-        int number = run ? run_group(run, state->group, optim->plan->group_of[t]) : -1;
+        if (state->group < 0 || optim->plan->tensor[t].launch != launch || state->placed.count == 0) continue;
+        int number = run ? run_group(run, state->group, optim->plan->tensor[t].group) : -1;
         if (number < 0 && run && run->matrix) {
             user_error(
                 "%s takes all its matrices together, and they were given more than %d learning rates and decays; give "
@@ -260,7 +260,7 @@ static void build_launch(PlacedTables* tables, int launch) {
                 plan->rows.rule->name, STEP_GROUPS);
         }
         if (number < 0) run = build_run(tables, launch);
-        if (number < 0) number = run_group(run, state->group, optim->plan->group_of[t]);
+        if (number < 0) number = run_group(run, state->group, optim->plan->tensor[t].group);
         build_tensor(tables, t, number, run, tables->tiles - first);
         run->tiles = tables->tiles - run->first;
     }

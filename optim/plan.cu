@@ -97,11 +97,10 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
                    tensor->name, NON_MATRIX_TENSORS);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
-    plan->launch_of[index] =
-        plan_launch(plan, row, find_row(weights_table(), weights), find_state(m), find_state(v), pattern);
-    plan->group_of[index] =
-        lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
-    plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
+    TensorPlan* own = &plan->tensor[index];
+    own->launch = plan_launch(plan, row, find_row(weights_table(), weights), find_state(m), find_state(v), pattern);
+    own->group = lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
+    plan->launch[own->launch].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
 }
 
 // Refuses a pattern that matches no tensor; patterns between | are checked one by one. A preset's patterns need not
@@ -135,13 +134,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->group[0] = {1.0, 0.0};
     plan->group[1] = {1.0, (double)config->weight_decay};
     plan->groups = 2;
-    plan->launch_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
-    plan->group_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
-    plan->kept = (OptimTensor(*)[SLOTS])memory_zero((size_t)count + 1, sizeof(plan->kept[0]));
-    plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
-    plan->ready = (int64_t*)memory_zero((size_t)count + 1, sizeof(int64_t));
-    plan->here = (KeptPart*)memory_zero((size_t)count + 1, sizeof(KeptPart));
-    plan->noise = (int64_t*)memory_zero((size_t)count + 1, sizeof(int64_t));
+    plan->tensor = (TensorPlan*)memory_zero((size_t)count + 1, sizeof(TensorPlan));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
@@ -158,8 +151,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
-    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->here), free(plan->noise);
-    free(plan->kept), free(plan);
+    free(plan->tensor), free(plan);
 }
 
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
@@ -169,7 +161,7 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
         for (int launch = 0; launch < (plan ? plan->launches : 1); launch++) {
             if (plan && plan->launch[launch].weights != weights) continue;
             for (int i = 0; i < count; i++) {
-                if (plan && plan->launch_of[i] != launch) continue;
+                if (plan && plan->tensor[i].launch != launch) continue;
                 tensors[i].offset = offset;
                 offset += tensor_padded(&tensors[i]);
             }
@@ -183,23 +175,24 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
 static void plan_here(Plan* plan, int t, const OptimTensor* tensor) {
     const OptimConfig* config = &plan->launch[0].config;
     const int64_t begin = tensor->offset, end = begin + tensor_padded(tensor);
-    plan->here[t] = {0, config->runs ? 0 : end - begin};
+    KeptPart* here = &plan->tensor[t].here;
+    *here = {0, config->runs ? 0 : end - begin};
     for (int i = 0; i < config->run_count && config->runs; i++) {
         const SliceRun* run = &config->runs[i];
         const int64_t low = run->tile * TILE_ELEMENTS, high = low + run->tiles * TILE_ELEMENTS;
         if (low >= end || high <= begin) continue;
-        assert(plan->here[t].begin == plan->here[t].end);
-        plan->here[t] = {low > begin ? low - begin : 0, (high < end ? high : end) - begin};
+        assert(here->begin == here->end);
+        *here = {low > begin ? low - begin : 0, (high < end ? high : end) - begin};
     }
-    const bool whole = plan->here[t].end - plan->here[t].begin == end - begin || is_elsewhere(plan, t);
-    assert(whole || !config_reads_whole(&plan->launch[plan->launch_of[t]].config));
+    const bool whole = here->end - here->begin == end - begin || is_elsewhere(plan, t);
+    assert(whole || !config_reads_whole(&launch_of(plan, t)->config));
     (void)whole;
 }
 
 KeptPart kept_part(const Plan* plan, int t, Slot slot) {
-    const int64_t padded =
-        tensor_padded(&plan->kept[t][slot]);  // moments of projected gradients are smaller, and whole
-    KeptPart part = plan->here[t];
+    // Moments of projected gradients are smaller, and whole.
+    const int64_t padded = tensor_padded(&plan->tensor[t].kept[slot]);
+    KeptPart part = plan->tensor[t].here;
     if (part.end > padded) part.end = padded;
     return part;
 }
@@ -207,7 +200,7 @@ KeptPart kept_part(const Plan* plan, int t, Slot slot) {
 void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* grain, int64_t* cost) {
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
-        const LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
+        const LaunchPlan* launch = launch_of(plan, t);
         double bytes = 0.0;
         for (int slot = SLOT_WEIGHTS; slot <= SLOT_SLOW; slot++) {
             bytes += format_bytes_each(slot_format(launch, (Slot)slot));
@@ -227,16 +220,17 @@ static void plan_place(Plan* plan, int index, const OptimTensor* tensors, int co
     run->begin = plan->elements;
     memcpy(run->at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
-        if (plan->launch_of[t] != index) continue;
-        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t], kept.offset = plan->elements - plan->here[t].begin;
-        plan->noise[t] = tensors[t].offset;
-        plan->elements += plan->here[t].end - plan->here[t].begin;
+        TensorPlan* own = &plan->tensor[t];
+        if (own->launch != index) continue;
+        for (OptimTensor& kept : own->kept) kept = tensors[t], kept.offset = plan->elements - own->here.begin;
+        own->noise = tensors[t].offset;
+        plan->elements += own->here.end - own->here.begin;
         for (int span = 0; span < SPANS && !is_elsewhere(plan, t); span++) {
-            const int64_t own = span_numbers((Span)span, &tensors[t]);
-            plan->at[t][span] = numbers[span];
-            numbers[span] += own, run->numbers[span] += own;
+            const int64_t more = span_numbers((Span)span, &tensors[t]);
+            own->at[span] = numbers[span];
+            numbers[span] += more, run->numbers[span] += more;
         }
-        plan->ready[t] = run->ready;
+        own->ready = run->ready;
         if (!is_elsewhere(plan, t)) run->ready += ready_numbers(ready, &tensors[t]);
     }
     run->end = plan->elements;
@@ -262,7 +256,7 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
         LaunchPlan* launch = &plan->launch[i];
         int t = 0;
         for (int slot = 0; slot < SLOTS; slot++) launch->kept[slot] = launch->run;
-        while (t < count && plan->launch_of[t] != i) t++;
+        while (t < count && plan->tensor[t].launch != i) t++;
         if (is_low_rank(launch->rows.rule) && t < count) plan_low(plan, i, tensors[t].offset, tensors, count);
     }
     return plan;

@@ -45,6 +45,20 @@ struct LaunchPlan {
     ArenaRun kept[SLOTS];  // what each slot keeps: the run, or other runs if the moments have other shapes
 };
 
+// What the plan says of a tensor.
+struct TensorPlan {
+    int launch, group;
+    KeptPart here;
+    int64_t at[SPANS];  // where its numbers begin among those of all tensors
+    int64_t ready;      // where its numbers begin in the launch's array that the step reads
+    // The shape in which a slot keeps it, and its offset among the elements that are kept here. If its first elements
+    // are not kept here, the offset is that much lower.
+    OptimTensor kept[SLOTS];
+    // The element of the whole arena whose noise its first element has. Moments of projected gradients have the noise
+    // of their launch's first elements, in the order of the tensors.
+    int64_t noise;
+};
+
 // Number 0 of weights and launches is the configuration without overrides.
 struct Plan {
     Override overrides[OVERRIDES];
@@ -55,17 +69,8 @@ struct Plan {
     int launches;
     Settings group[STEP_GROUPS];  // groups 0 and 1 have no override: tensors without and with decay
     int groups;
-    int *launch_of, *group_of;  // (tensors)
-    int64_t elements;           // of all tensors that are kept here
-    KeptPart* here;             // (tensors)
-    int64_t (*at)[SPANS];       // (tensors): where a tensor's numbers begin among those of all tensors
-    int64_t* ready;             // (tensors): where a tensor's numbers begin in the launch's array that the step reads
-    // (tensors): the shape in which a slot keeps a tensor, and its offset among the elements that are kept here. If its
-    // first elements are not kept here, the offset is that much lower.
-    OptimTensor (*kept)[SLOTS];
-    // (tensors): the element of the whole arena whose noise a tensor's first element has. Moments of projected
-    // gradients have the noise of their launch's first elements, in the order of the tensors.
-    int64_t* noise;
+    int64_t elements;    // of all tensors that are kept here
+    TensorPlan* tensor;  // (tensors)
 };
 
 // Makes the plan of a resolved configuration, for the configuration's part of the arena. optim_layout must have placed
@@ -78,12 +83,16 @@ int64_t tensor_padded(const OptimTensor* tensor);
 
 // Returns true if nothing of a tensor is kept here.
 inline bool is_elsewhere(const Plan* plan, int tensor) {
-    return plan->here[tensor].begin == plan->here[tensor].end;
+    return plan->tensor[tensor].here.begin == plan->tensor[tensor].here.end;
+}
+
+inline const LaunchPlan* launch_of(const Plan* plan, int tensor) {
+    return &plan->launch[plan->tensor[tensor].launch];
 }
 
 // Returns the number, among the elements that are kept here, of a tensor's first one.
 inline int64_t first_here(const Plan* plan, int tensor) {
-    return plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+    return plan->tensor[tensor].kept[SLOT_WEIGHTS].offset + plan->tensor[tensor].here.begin;
 }
 
 // Returns true if a run has what is kept here of a tensor, or some of it.

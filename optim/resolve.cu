@@ -25,20 +25,9 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row || name_unknown(table, option, *name, error);
 }
 
-// Does the same for a preset, which other programs call by its bits: adamw8bit, adamw_8bit, adam8bit.
-static bool resolve_preset(const char** name, char* error) {
-    char typed[64];
-    snprintf(typed, sizeof(typed), "%s", *name);
-    if (text_ends(typed, "bit")) typed[strlen(typed) - 3] = 0;
-    for (int most = 0; most < 2 && strlen(typed) > 3 && !find_row(preset_table(), *name); most++) {
-        for (int i = 0; i < preset_table().count; i++) {
-            const char* other = preset_table().row[i].name;
-            if (name_distance(typed, other) / 1000 > most) continue;
-            return data_error(error, "--preset: \"%s\" is not known; did you mean %s? (--list-presets has all)", *name,
-                              other);
-        }
-    }
-    return resolve_name(preset_table(), "--preset", name, error);
+// Does the same for a moment, which may be "none".
+static bool resolve_state(const char* option, const char** name, char* error) {
+    return strcmp(*name, NONE) == 0 || resolve_name(state_table(), option, name, error);
 }
 
 static void take_default(const char** name, const char* preset) {
@@ -52,35 +41,28 @@ static const char* kept_by_rows(const RuleRow* rule) {
     return rule->by_rows && rule->rows != ROWS_RMNP ? " but one fp32 number a row" : "";
 }
 
-// Resolves v, which is "none" if the rule keeps none.
-static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
-    bool kept = rule_of(config)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
-    if (!kept && config->v && *config->v && !none) {
-        return data_error(error, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
-                          config->rule, kept_by_rows(rule_of(config)));
-    }
-    config->v = kept ? config->v : NONE;
-    take_default(&config->v, preset);
-    if (!kept) return true;
-    if (strcmp(config->v, NONE) == 0) {
-        return data_error(error, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
-                          config->rule);
-    }
-    return resolve_name(state_table(), "--v", &config->v, error);
-}
-
 // Returns true if a rule can do without m.
 static bool can_drop_m(const RuleRow* rule) {
     return rule->rows == ROWS_ADAFACTOR || rule->rows == ROWS_ADAFACTOR8;
 }
 
-// Resolves m.
-static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
+// Refuses a moment that the rule does not keep, and "none" for one that it does. `overridden`: an override gives a
+// launch its rule or moments.
+static bool moments_fit(const OptimConfig* config, bool overridden, char* error) {
     const RuleRow* rule = rule_of(config);
-    if (strcmp(*m, NONE) != 0) return resolve_name(state_table(), option, m, error);
-    if (can_drop_m(rule)) return true;
-    return data_error(error, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
-                      option, rule->name);
+    const bool has_m = strcmp(config->m, NONE) != 0, has_v = strcmp(config->v, NONE) != 0;
+    if (!has_m && !can_drop_m(rule)) {
+        return data_error(error, "%s \"none\" was found, but %s keeps a first moment; type %s, say, or take adafactor",
+                          overridden ? "--override: m" : "--m:", rule->name, overridden ? "m=fp32" : "--m fp32");
+    }
+    if (has_v && !rule->keeps_v) {
+        return data_error(error, "%s \"%s\" was found, but %s keeps no second moment%s; leave %s out",
+                          overridden ? "--override: v" : "--v:", config->v, rule->name, kept_by_rows(rule),
+                          overridden ? "it" : "--v");
+    }
+    if (has_v || !rule->keeps_v) return true;
+    return data_error(error, "%s \"none\" was found, but %s keeps a second moment; type %s, say",
+                      overridden ? "--override: v" : "--v:", rule->name, overridden ? "v=fp32" : "--v fp32");
 }
 
 // Refuses a format without negative numbers for m.
@@ -141,25 +123,12 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error) {
 
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
     const RuleRow* rule = rule_of(launch);
-    const bool has_v = strcmp(launch->v, NONE) != 0, has_m = strcmp(launch->m, NONE) != 0;
-    if (!has_m && !can_drop_m(rule)) {
-        return data_error(error, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
-    }
+    if (!moments_fit(launch, true, error)) return false;
     if (launch->limit_growth > 0.0f && rule->matrix && !low_rank_limits(launch)) {
         return data_error(
             error,
             "--limit-growth: %s sets the norm of its updates itself; type --limit-growth 0, or take --rule adamw",
             rule->name);
-    }
-    if (rule->keeps_v && !has_v) {
-        return data_error(error,
-                          "--override: \"rule=%s\" was found, which keeps a second moment, but the run's %s keeps "
-                          "none; add v=fp32, say",
-                          rule->name, run->rule);
-    }
-    if (!rule->keeps_v && has_v) {
-        return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out",
-                          launch->v, rule->name);
     }
     if (!rule->decoupled && strcmp(run->decay_mode, "coupled") != 0) {
         return data_error(error,
@@ -211,8 +180,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
         if (*weights && !resolve_name(weights_table(), "--override weights", &weights, error)) return false;
-        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits checks it
-        if (*m && !no_m && !resolve_name(state_table(), "--override m", &m, error)) return false;
+        if (*m && !resolve_state("--override m", &m, error)) return false;
         if (*m && !resolve_sign("--override m", m, error)) return false;
         if (*v && !resolve_name(state_table(), "--override v", &v, error)) return false;
         if (*v && !rules && !rule_of(config)->keeps_v) {
@@ -222,7 +190,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     return true;
 }
 
-static bool resolve_numbers(const OptimConfig* c, char* error) {
+bool optim_numbers_fit(const OptimConfig* c, char* error) {
     const char *part = "a number from 0 to below 1", *any = "a number from 0 on";
     const auto below_1 = [](float x) { return x >= 0.0f && x < 1.0f; };
     const auto finite = [](float x) { return x >= 0.0f && x < INFINITY; };
@@ -273,18 +241,19 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
 
 bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->preset, PRESETS[0].name);
-    if (!resolve_preset(&config->preset, error)) return false;
+    if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
     take_default(&config->decay_mode, "coupled");
-    return resolve_name(rule_table(), "--rule", &config->rule, error) &&
-           resolve_name(weights_table(), "--weights", &config->weights, error) &&
-           resolve_name(grads_table(), "--grads", &config->grads, error) &&
-           resolve_m(config, "--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
-           resolve_v(config, preset->v, error) && optim_feedback_fits(config, false, error) &&
+    if (!resolve_name(rule_table(), "--rule", &config->rule, error)) return false;
+    take_default(&config->v, rule_of(config)->keeps_v ? preset->v : NONE);
+    return resolve_name(weights_table(), "--weights", &config->weights, error) &&
+           resolve_name(grads_table(), "--grads", &config->grads, error) && moments_fit(config, false, error) &&
+           resolve_state("--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
+           resolve_state("--v", &config->v, error) && optim_feedback_fits(config, false, error) &&
            resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
-           optim_rule_fits(config, config, error) && resolve_numbers(config, error);
+           optim_rule_fits(config, config, error) && optim_numbers_fit(config, error);
 }

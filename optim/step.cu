@@ -16,11 +16,11 @@ struct SetGrads {
 // Sets where the gradients of a tensor begin, or of its part that is kept here.
 void optim_tensor_grads(Optim* optim, int t, const void* grads) {
     const Plan* plan = optim->plan;
-    const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
+    const StepLaunch* launch = &optim->launch[plan->tensor[t].launch];
     if (optim->grads[t] == grads) return;
     optim->grads[t] = grads;
     if (!launch->tiles) return;
-    const KeptPart part = plan->here[t];
+    const KeptPart part = plan->tensor[t].here;
     const int64_t first = first_here(plan, t) - launch->plan->run.begin;
     const int bytes = tile_bytes(launch->rows.grads->stream[0]);
     const SetGrads set = {launch->tiles + first / TILE_ELEMENTS, (const char*)grads, bytes};
@@ -125,11 +125,11 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 void optim_step_tensors(Optim* optim, const int* tensor, int count, const float* grad_scale, float lr, int64_t step) {
     const Plan* plan = optim->plan;
     for (int i = 0, next; i < count; i = next) {
-        const int launch = plan->launch_of[tensor[i]];
+        const int launch = plan->tensor[tensor[i]].launch;
         const int64_t begin = first_here(plan, tensor[i]);
         int64_t end = begin;
-        for (next = i; next < count && plan->launch_of[tensor[next]] == launch; next++) {
-            const KeptPart part = plan->here[tensor[next]];
+        for (next = i; next < count && plan->tensor[tensor[next]].launch == launch; next++) {
+            const KeptPart part = plan->tensor[tensor[next]].here;
             if (first_here(plan, tensor[next]) != end) break;
             end += part.end - part.begin;
         }

@@ -147,6 +147,9 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
 // sentence otherwise. `run` is the configuration without overrides.
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error);
 
+// Checks the ranges of all numbers. Returns false with a sentence that names the option.
+bool optim_numbers_fit(const OptimConfig* config, char* error);
+
 // Returns the span of a storage's second array; SPAN_RUN if `format` is null.
 Span format_span(const FormatRow* format);
 

@@ -63,7 +63,7 @@ inline const char* cache_path(const char* expression, const char* architecture) 
 
 inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
     JitImage image;
-    const bool good = jit_compile(expression, architecture, &image, error);
+    const bool good = jit_get(expression, architecture, false, &image, error);
     expect(good && image.image_bytes > 1000, "%s, %s: %s", expression, architecture, good ? "it is empty" : error);
     if (good) jit_free(&image);
     return good;

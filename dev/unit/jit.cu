@@ -25,7 +25,7 @@ struct Cached {
     JitImage want;  // compiled, not through the cache
 
     explicit Cached(Test* test, const char* of = small_expression()) : expression(of) {
-        expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
+        expect(jit_get(expression, "sm_90", false, &want, error), "%s", error);
     }
     ~Cached() { jit_free(&want); }
 };
@@ -34,7 +34,7 @@ struct Cached {
 static bool fetch(Test* test, const Cached& cached, const char* when) {
     const JitImage* want = &cached.want;
     JitImage image;
-    bool ok = jit_get(cached.expression, "sm_90", &image, error);
+    bool ok = jit_get(cached.expression, "sm_90", true, &image, error);
     expect(ok, "%s: %s", when, error);
     if (!ok) return false;
     bool kept = image.cached;
@@ -64,7 +64,7 @@ JIT_TEST(jit_compiles_where_there_is_no_device) {
     expect(strncmp(architecture, "compute_", 8) == 0, "%s", architecture);
     for (const char* target : {"sm_90", "sm_80", (const char*)architecture}) {
         JitImage image;
-        bool good = jit_compile(small_expression(), target, &image, error);
+        bool good = jit_get(small_expression(), target, false, &image, error);
         expect(good, "%s", error);
         if (!good) continue;
         expect(strstr(image.symbol, "optim_step_kernel") && image.image_bytes > 1000, "%s", image.symbol);
@@ -75,11 +75,11 @@ JIT_TEST(jit_compiles_where_there_is_no_device) {
 
 CACHE_TEST(JIT_TEST, jit_failure_shows_its_log) {
     JitImage image;
-    expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", &image, error), "compiled");
+    expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", true, &image, error), "compiled");
     expect(strstr(error, "NoSuchRule") && strstr(error, "error"), "%s", error);
     expect(!image.symbol && !image.image, "an image of what failed");
     expect(folder_files(cache.path, false) == 0, "a failure was kept");
-    expect(!jit_get("optim_step_kernel<AdamW>", "sm_12345", &image, error), "compiled");
+    expect(!jit_get("optim_step_kernel<AdamW>", "sm_12345", true, &image, error), "compiled");
     expect(folder_files(cache.path, false) == 0, "a failure was kept");
 }
 
@@ -231,8 +231,8 @@ TEST(jit_without_nvrtc) {
     const char* expression = small_expression();
     JitImage image;
     expect(!jit_available(), "it was found");
-    expect(!jit_get(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
-    expect(!jit_compile(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
+    expect(!jit_get(expression, "sm_90", true, &image, error) && says_what_is_missing(error), "%s", error);
+    expect(!jit_get(expression, "sm_90", false, &image, error) && says_what_is_missing(error), "%s", error);
     expect(!jit_architecture(90, architecture, sizeof(architecture), error) && says_what_is_missing(error), "%s",
            error);
     expect(!*cache_path(expression, "sm_90"), "a path");
@@ -267,11 +267,11 @@ CACHE_TEST(JIT_TEST, jit_compiles_in_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(COUNT) reduction(+ : made)
     for (int i = 0; i < COUNT; i++) {
         char reason[DATA_ERROR_BYTES];
-        made += jit_get(expression[i], "sm_90", &image[i], reason);
+        made += jit_get(expression[i], "sm_90", true, &image[i], reason);
     }
     expect(made == COUNT && folder_files(cache.path, false) == COUNT, "%d kernels", made);
     for (int i = 0; i < COUNT && made == COUNT; i++) {
-        expect(jit_compile(expression[i], "sm_90", &alone, error), "%s", error);
+        expect(jit_get(expression[i], "sm_90", false, &alone, error), "%s", error);
         expect(image[i].image_bytes == alone.image_bytes && strcmp(image[i].symbol, alone.symbol) == 0 &&
                    memcmp(image[i].image, alone.image, (size_t)alone.image_bytes) == 0,
                "%s: another kernel", expression[i]);
@@ -290,7 +290,7 @@ static double first_call_ms(Test* test, const char* expression, bool cached) {
     const Ended its = run_apart([&] {
         JitImage image;
         const double begin = cpu_ms();
-        const bool good = jit_get(expression, "sm_90", &image, error);
+        const bool good = jit_get(expression, "sm_90", true, &image, error);
         fprintf(stderr, "%.3f %d", cpu_ms() - begin, good ? image.cached : -1);
     });
     double ms = NAN;

@@ -100,7 +100,7 @@ static Whole<R> oracle_of(const Case& c, const OptimRun* run, int t, int part, b
     const OptimTensor& tensor = run->tensor[t];
     const Plan* plan = run->optim->plan;
     Whole<R> w;
-    w.config = &plan->launch[plan->launch_of[t]].config;
+    w.config = &launch_of(plan, t)->config;
     w.settings = settings_of(run, tensor, find_row(rule_table(), w.config->rule));
     w.rows = tensor.rows / tensor.parts, w.cols = tensor.cols;
     if (!w.config || !find_row(rule_table(), w.config->rule)->matrix) w.rows = tensor.rows;
@@ -170,7 +170,7 @@ static double check_case(Test* test, const Case& c, const char* grads, bool gpu)
     run_steps(&run, 1, STEPS, how);
     for (int t = 0; t < count; t++) {
         const Plan* plan = run.optim->plan;
-        const RuleRow* rule = plan->launch[plan->launch_of[t]].rows.rule;
+        const RuleRow* rule = launch_of(plan, t)->rows.rule;
         const int64_t rows = model[t].rows / model[t].parts, side = rows < model[t].cols ? rows : model[t].cols;
         if (gpu && (!rule->matrix || side < 16)) continue;  // of few numbers, roundings say too little about others
         optim_get_weights(run.optim, t, got);

@@ -321,7 +321,7 @@ void compile_all(Test* test, const std::vector<OptimConfig>& all, Has has, Optim
         const char* expression = kernel_of(all[k], nullptr, i % 2 ? OPTIM_BF16 : compute_of(k));
         // An error here comes again, and is reported, when the optimizer is created.
         if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
-            jit_get(expression, architecture, &image, error)) {
+            jit_get(expression, architecture, true, &image, error)) {
             jit_free(&image);
         }
     });

@@ -212,8 +212,8 @@ def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
-                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
-                            ({"parameters": "fp64"}, "fp32 or bf16"),
+                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type one of off|on"),
+                            ({"parameters": "fp64"}, "fp32|bf16|fp16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
                             ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
@@ -229,7 +229,7 @@ def test_library_mistakes_are_sentences():
         raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape)]))
     plain = Plain([5], preset="adamw8")
     for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
-                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps 0")]:
+                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps: 0")]:
         raises(ValueError, words, lambda: plain.step(**settings))
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))

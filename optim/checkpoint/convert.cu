@@ -17,13 +17,13 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
 }
 
 ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
-    const int launch = plan->launch_of[tensor];
+    const int launch = plan->tensor[tensor].launch;
     const LaunchPlan* launch_plan = &plan->launch[launch];
     const FormatRow* format = slot_format(launch_plan, slot);
     const bool weights = slot == SLOT_WEIGHTS;
     ArrayRef place = {};
     place.rule = launch_plan->config.rule;
-    place.kept = &plan->kept[tensor][slot];
+    place.kept = &plan->tensor[tensor].kept[slot];
     place.index = weights ? launch_plan->weights : launch;
     place.run = weights ? &plan->weights[launch_plan->weights].run : &launch_plan->kept[slot];
     if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
@@ -32,7 +32,7 @@ ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     place.format = format;
     place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
     if (!place.nearest) place.nearest = format;
-    place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
+    place.at = plan->tensor[tensor].at[format_span(format)] - place.run->at[format_span(format)];
     return place;
 }
 

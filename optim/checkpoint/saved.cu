@@ -36,7 +36,7 @@ OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensor
 
 const char* optim_saved_dtype(const Optim* optim, int tensor) {
     const Plan* plan = optim->plan;
-    const char* dtype = plan->launch[plan->launch_of[tensor]].rows.weights->stream[0].dtype;
+    const char* dtype = launch_of(plan, tensor)->rows.weights->stream[0].dtype;
     return optim_model_dtype(dtype) ? dtype : "F32";
 }
 
@@ -47,7 +47,7 @@ static void part_read(const OptimSaved* saved, int t, int64_t tile_bytes, const 
     const Optim* optim = saved->optim;
     Shard* s = saved->shard;
     if (shard_splits(s, SHARD_STATES)) {
-        const bool whole = config_reads_whole(&optim->plan->launch[optim->plan->launch_of[t]].config);
+        const bool whole = config_reads_whole(&launch_of(optim->plan, t)->config);
         shard_collect(s, to, data, optim->tensors[t].offset / TILE_ELEMENTS, tile_bytes, whole, begin, end);
     } else if (data && (!s || s->comm.rank == 0)) {
         copy_to_host(optim->dev, to, data + begin, end - begin);
@@ -64,7 +64,7 @@ void optim_saved_weights(void* context, int t, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
     const Optim* optim = saved->optim;
     const int64_t elements = optim->tensors[t].rows * optim->tensors[t].cols;
-    const bool stored = optim_model_dtype(optim->plan->launch[optim->plan->launch_of[t]].rows.weights->stream[0].dtype);
+    const bool stored = optim_model_dtype(launch_of(optim->plan, t)->rows.weights->stream[0].dtype);
     const int64_t bytes = strcmp(optim_saved_dtype(optim, t), "BF16") == 0 ? 2 : 4;
     if (!stored) optim_get_weights(optim, t, (float*)to);
     part_read(saved, t, TILE_ELEMENTS * bytes, stored ? part_data(optim, t, SLOT_WEIGHTS, 0) : nullptr, 0,
@@ -96,7 +96,7 @@ void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to)
     if (stream->slot == SLOT_EXTRA) return copy_to_host(saved->optim->dev, to, (const char*)stream->data + at, bytes);
     for (int t = 0; t < saved->optim->count; t++) {
         const Slot slot = (Slot)stream->slot;
-        const int launch = saved->whole->launch_of[t];
+        const int launch = saved->whole->tensor[t].launch;
         if ((slot == SLOT_WEIGHTS ? saved->whole->launch[launch].weights : launch) != stream->index) continue;
         const ArrayRef all = plan_array_ref(saved->whole, t, slot);
         const ArrayBytes own = array_bytes(&all, stream->array);

@@ -73,10 +73,10 @@ void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, 
     const int64_t begin = launch->run.begin;
     int64_t offset[2] = {begin, begin};
     for (int t = 0; t < count; t++) {
-        if (plan->launch_of[t] != index) continue;
-        OptimTensor(&kept)[SLOTS] = plan->kept[t];
+        if (plan->tensor[t].launch != index) continue;
+        OptimTensor(&kept)[SLOTS] = plan->tensor[t].kept;
         kept_low(launch, &tensors[t], offset, kept);
-        plan->noise[t] = first;
+        plan->tensor[t].noise = first;
         first += tensor_padded(&kept[SLOT_M]);
         if (is_elsewhere(plan, t)) continue;
         offset[0] += tensor_padded(&kept[SLOT_M]), offset[1] += tensor_padded(&kept[SLOT_BASIS]);
@@ -329,43 +329,27 @@ static const bf16* in_bf16(const Device* dev, const float* from, float* to, int6
     return (const bf16*)to;
 }
 
-// Returns the sizes of low = G Q^T, or Q G for R < C.
-static MatmulProduct projection(const LowMatrix* l) {
+// Computes low = G Q^T, or Q G for R < C.
+template <class X>
+static void project(const Device* dev, const LowMatrix* l, const X* g, const X* q, float* low) {
     const int64_t R = l->shape->rows, C = l->shape->cols;
-    if (l->right) return {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
-    return {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+    const MatmulProduct right = {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+    const MatmulProduct left = {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+    matmul_product<X, float>(dev, l->right ? &right : &left, low, l->right ? g : q, l->right ? q : g, nullptr);
 }
 
-// Returns the sizes of scale low Q + beta g, or scale Q^T low + beta g.
-static MatmulProduct back_projection(const LowMatrix* l, float scale, float beta) {
-    return {l->shape->rows, l->shape->cols, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0, true, l->parts};
+// Computes u = scale low Q + beta c, or scale Q^T low + beta c.
+template <class X>
+static void project_back(const Device* dev, const LowMatrix* l, const X* low, const X* q, X* u, float scale, float beta,
+                         const X* c) {
+    const MatmulProduct p = {l->shape->rows, l->shape->cols, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0,
+                             true,           l->parts};
+    matmul_product<X, X>(dev, &p, u, l->right ? low : q, l->right ? q : low, c);
 }
 
-static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
-    const MatmulProduct p = projection(l);
-    matmul_product<float, float>(dev, &p, low, l->right ? l->g : q, l->right ? q : l->g, nullptr);
-}
-
-static void project_back(const Device* dev, const LowMatrix* l, const float* low, float scale, float beta) {
-    const MatmulProduct p = back_projection(l, scale, beta);
-    matmul_product<float, float>(dev, &p, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
-}
-
-// Does the same with operands in bf16: the gradient is read where it is, and U is bf16.
-static void project_bf16(const LowStep* low, const LowMatrix* l) {
-    const int tensor = l->shape->tensor;
-    const bf16* g = (const bf16*)low->optim->grads[tensor] + (l->shape->element - low->optim->tensors[tensor].offset);
-    const bf16* q = in_bf16(low->optim->dev, l->q, l->y, l->rank * l->side);
-    const MatmulProduct p = projection(l);
-    matmul_product<bf16, float>(low->optim->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
-}
-
-static void project_back_bf16(const LowStep* low, const LowMatrix* l, float scale) {
-    const bf16 *q = in_bf16(low->optim->dev, l->q, l->y, l->rank * l->side),
-               *n = in_bf16(low->optim->dev, l->direction, l->z, l->rank * l->length);
-    const MatmulProduct p = back_projection(l, scale, 0.0f);
-    bf16* u = (bf16*)low->launch->matrix.scratch + l->shape->at;
-    matmul_product<bf16, bf16>(low->optim->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
+// Returns Q in bf16. The products of launches in bf16 read the gradient where it is, and U is bf16.
+static const bf16* basis_bf16(const LowStep* low, const LowMatrix* l) {
+    return in_bf16(low->optim->dev, l->q, l->y, l->rank * l->side);
 }
 
 // Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
@@ -377,7 +361,7 @@ static void basis_refresh(const LowStep* low, const LowMatrix* l, uint32_t refre
     const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
     for_each(dev, StartBasis{l->y, l->q, seed, element, refresh, l->side}, l->rank);
     for (int i = 0; i < POWER_ITERATIONS; i++) {
-        project(dev, l, l->y, l->z);
+        project(dev, l, l->g, l->y, l->z);
         const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
         const MatmulProduct left = {l->rank, R, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
         matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
@@ -437,8 +421,10 @@ void low_rank_project(const LowStep* low, int chunk) {
             basis_refresh(low, l, refresh);
         }
         padding -= (int64_t)l->shape->rows * l->shape->cols;
-        if (low->in_bf16) return project_bf16(low, l);
-        project(low->optim->dev, l, l->q, l->low);
+        if (!low->in_bf16) return project(low->optim->dev, l, l->g, l->q, l->low);
+        const int t = l->shape->tensor;
+        const bf16* g = (const bf16*)low->optim->grads[t] + (l->shape->element - low->optim->tensors[t].offset);
+        project(low->optim->dev, l, g, basis_bf16(low, l), l->low);
     });
     // U will not cover the padding between tensors, whose gradients must be zero.
     if (low->in_bf16 && padding > 0)
@@ -618,8 +604,12 @@ void low_rank_update(const LowStep* low, int chunk) {
     const Device* dev = low->optim->dev;
     each_matrix(low, chunk, [&](const LowMatrix* l, int) {
         const float scale = rank_scale(low->step->config, l), of_rest = l->rule.residual ? 1.0f : sqrtf(scale);
-        if (low->in_bf16) return project_back_bf16(low, l, scale);
-        if (!l->rule.limits) return project_back(dev, l, l->direction, scale, 0.0f);
+        if (low->in_bf16) {
+            const bf16 *q = basis_bf16(low, l), *n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
+            return project_back(dev, l, n, q, (bf16*)low->launch->matrix.scratch + l->shape->at, scale, 0.0f,
+                                (const bf16*)nullptr);
+        }
+        if (!l->rule.limits) return project_back(dev, l, l->direction, l->q, l->g, scale, 0.0f, l->g);
         if (l->rule.factored) divide_by_factors(low, l);
         scale_factors(low, l);
         const int64_t cols = l->shape->cols, low_cols = l->right ? l->rank : l->length;
@@ -628,6 +618,6 @@ void low_rank_update(const LowStep* low, int chunk) {
         if (!l->rule.residual) return;
         const ResidualDirection residual = {l->direction, l->low, factor, inverse, low_cols, l->right, scale};
         for_each(dev, residual, l->rank * l->length);
-        project_back(dev, l, l->direction, 1.0f, 1.0f);
+        project_back(dev, l, l->direction, l->q, l->g, 1.0f, 1.0f, l->g);
     });
 }

@@ -76,7 +76,7 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
 static void low_place(const Device* dev, const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk,
                       Matrix* matrix, MatrixPlan* matrices) {
     const LaunchPlan* launch = &plan->launch[index];
-    const OptimTensor* kept = plan->kept[tensor];
+    const OptimTensor* kept = plan->tensor[tensor].kept;
     const LowShape shape = low_shape(&launch->config, matrix->rows, matrix->cols);
     const int64_t side = shorter_side(matrix), length = longer_side(matrix);
     matrix->low = kept[SLOT_M].offset - chunk->low_begin + part * shape.rows * shape.cols;
@@ -97,8 +97,8 @@ void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes
 static void matrix_low_tiles(const Plan* plan, int index, int count, const MatrixWork* work, Tile* tiles) {
     const MatrixChunk* chunk = work->plan.chunk;
     for (int t = 0; t < count; t++) {
-        const OptimTensor* kept = &plan->kept[t][SLOT_M];
-        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
+        const OptimTensor* kept = &plan->tensor[t].kept[SLOT_M];
+        if (plan->tensor[t].launch != index || is_elsewhere(plan, t)) continue;
         for (int64_t i = 0; i < tensor_padded(kept); i += TILE_ELEMENTS) {
             const int64_t at = kept->offset + i;
             while (at >= chunk->low_end) chunk++;
@@ -107,8 +107,8 @@ static void matrix_low_tiles(const Plan* plan, int index, int count, const Matri
                         work->low + low,
                         0,
                         (uint32_t)(states / TILE_ELEMENTS),
-                        (uint32_t)((plan->noise[t] + i) / TILE_ELEMENTS),
-                        (uint32_t)plan->group_of[t]};
+                        (uint32_t)((plan->tensor[t].noise + i) / TILE_ELEMENTS),
+                        (uint32_t)plan->tensor[t].group};
         }
     }
 }
@@ -119,18 +119,18 @@ static void chunk_open(const Plan* plan, int index, int t, int64_t begin, Matrix
     chunk->begin = begin;
     if (its->chunks > 1) chunk->tile = chunk[-1].tile + chunk[-1].tiles;
     chunk->matrix = its->matrices;
-    chunk->low_begin = chunk->low_end = plan->kept[t][SLOT_M].offset;
+    chunk->low_begin = chunk->low_end = plan->tensor[t].kept[SLOT_M].offset;
     chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
 }
 
 // Adds tensor t, whose first element in the whole arena is `element`, to the last chunk.
 static void chunk_add(const Device* dev, const Plan* plan, int index, int t, int64_t element, bool low,
                       MatrixPlan* its) {
-    const OptimTensor* tensor = &plan->kept[t][SLOT_WEIGHTS];
+    const OptimTensor* tensor = &plan->tensor[t].kept[SLOT_WEIGHTS];
     MatrixChunk* chunk = &its->chunk[its->chunks - 1];
-    const OptimTensor* moments = &plan->kept[t][SLOT_M];
+    const OptimTensor* moments = &plan->tensor[t].kept[SLOT_M];
     const int64_t rows = tensor->rows / tensor->parts;
-    const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
+    const int64_t row = plan->tensor[t].at[SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
     for (int part = 0; part < tensor->parts; part++) {
         Matrix* matrix = &its->matrix[its->matrices++];
         matrix->element = element + part * rows * tensor->cols;
@@ -138,7 +138,7 @@ static void chunk_add(const Device* dev, const Plan* plan, int index, int t, int
         matrix->row = row + part * rows;
         matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
         matrix->tensor = t;
-        matrix->group = plan->group_of[t];
+        matrix->group = plan->tensor[t].group;
         if (low) low_place(dev, plan, index, t, part, chunk, matrix, its);
     }
     if (low) chunk->low_end = moments->offset + tensor_padded(moments);
@@ -149,7 +149,7 @@ static void chunk_add(const Device* dev, const Plan* plan, int index, int t, int
 // Returns MatrixPlan.by_eights.
 static bool low_by_eights(const Plan* plan, int index, const OptimTensor* tensors, int count) {
     for (int t = 0; t < count; t++) {
-        if (tensors[t].cols == 0 || plan->launch_of[t] != index) continue;
+        if (tensors[t].cols == 0 || plan->tensor[t].launch != index) continue;
         const int64_t rows = tensors[t].rows / tensors[t].parts, cols = tensors[t].cols;
         if ((rows | cols | low_shape(&plan->launch[index].config, rows, cols).rank) % 8 != 0) return false;
     }
@@ -167,9 +167,9 @@ MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const Opt
     its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
     its.by_eights = !low || low_by_eights(plan, index, tensors, count);
     for (int t = 0; t < count; t++) {
-        const OptimTensor* tensor = &plan->kept[t][SLOT_WEIGHTS];
+        const OptimTensor* tensor = &plan->tensor[t].kept[SLOT_WEIGHTS];
         const int64_t begin = tensor->offset, end = begin + tensor_padded(tensor);
-        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
+        if (plan->tensor[t].launch != index || is_elsewhere(plan, t)) continue;
         const MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
         const bool full = chunk && (its.matrices - chunk->matrix + tensor->parts > MAX_MATRICES ||
                                     end - chunk->begin > config->matrix_chunk);

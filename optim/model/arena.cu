@@ -146,9 +146,9 @@ static void point_to_sums(const Arena* a) {
     const int64_t bytes = a->grads_bf16 ? 2 : 4;
     const bool apart = !a->releases && shard_splits(a->shard, SHARD_GRADS);
     for (int t = 0; t < a->count; t++) {
-        const char* at = apart ? (const char*)a->shard->sums + plan->kept[t][SLOT_WEIGHTS].offset * bytes
+        const char* at = apart ? (const char*)a->shard->sums + plan->tensor[t].kept[SLOT_WEIGHTS].offset * bytes
                                : (const char*)arena_at(a, a->grads, t, bytes);
-        optim_tensor_grads(a->optim, t, at + plan->here[t].begin * bytes);
+        optim_tensor_grads(a->optim, t, at + plan->tensor[t].here.begin * bytes);
     }
 }
 

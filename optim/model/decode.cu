@@ -12,7 +12,7 @@ struct Decoded {
 enum DecodedKind { AS_STORED, DECODED, OPERAND };
 
 static DecodedKind decoded_kind(const Arena* a, const Plan* plan, int t) {
-    const FormatRow* weights = plan->launch[plan->launch_of[t]].rows.weights;
+    const FormatRow* weights = launch_of(plan, t)->rows.weights;
     if (serves_directly(weights, a->type)) return AS_STORED;
     return a->slot && a->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }

@@ -29,10 +29,10 @@ struct Offload {
 static PartRuns* part_runs(const Arena* a, const Plan* plan) {
     PartRuns* run = (PartRuns*)memory_zero((size_t)a->layers + 2, sizeof(PartRuns));
     for (int t = 0; t < a->count; t++) {
-        auto* own = &run[a->part[t]].launch[plan->launch_of[t]];
+        auto* own = &run[a->part[t]].launch[plan->tensor[t].launch];
         if (is_elsewhere(plan, t)) continue;
-        const int64_t offset = plan->kept[t][SLOT_WEIGHTS].offset, begin = offset + plan->here[t].begin,
-                      end = offset + plan->here[t].end;
+        const int64_t offset = plan->tensor[t].kept[SLOT_WEIGHTS].offset, begin = offset + plan->tensor[t].here.begin,
+                      end = offset + plan->tensor[t].here.end;
         assert(own->end == 0 || own->end == begin);
         if (own->end == 0) own->begin = begin;
         own->end = end;

@@ -43,17 +43,18 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     for (int i = 0; i < result.passes; i++) columns = columns || sum_info(result.pass[i]).has_columns;
     for (int t = 0; t < count && result.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
-        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
+        const TensorPlan* own = &plan->tensor[t];
+        if (own->launch != index || is_elsewhere(plan, t)) continue;
         SumTensor* sum = &result.tensor[result.tensors++];
         sum->tile = tile,
-        sum->kept = (plan->kept[t][SLOT_WEIGHTS].offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
+        sum->kept = (own->kept[SLOT_WEIGHTS].offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
         tile += tensor_padded(tensor) / TILE_ELEMENTS;
         sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
-        sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
-        sum->ready = plan->ready[t];
-        sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
-        sum->group = (uint32_t)plan->group_of[t];
+        sum->number = span == SPAN_RUN ? 0 : own->at[span] - run->at[span];
+        sum->ready = own->ready;
+        sum->norm = own->at[SPAN_NORM] - run->at[SPAN_NORM];
+        sum->group = (uint32_t)own->group;
         sum->block = result.blocks;
         result.blocks += sum->slabs * sum->panels;
         sum->settle = result.settles;

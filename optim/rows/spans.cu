@@ -72,9 +72,10 @@ void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, St
     streams->new_scales = table_memory<float>(optim, next_bytes(run, span));
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count && !optim->counts; t++) {
-        const OptimTensor* tensor = &optim->plan->kept[t][SLOT_WEIGHTS];
+        const TensorPlan* own = &optim->plan->tensor[t];
+        const OptimTensor* tensor = &own->kept[SLOT_WEIGHTS];
         if (!is_in_run(optim->plan, t, run)) continue;
-        const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
+        const int64_t at = is_by_rows(span) ? own->ready : own->at[span] - run->at[span];
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
@@ -111,7 +112,7 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) {
         const Settle* all = &optim->settle[i];
         if (!is_in_run(optim->plan, t, all->run)) continue;
-        const int64_t at = optim->plan->at[t][all->span] - all->run->at[all->span];
+        const int64_t at = optim->plan->tensor[t].at[all->span] - all->run->at[all->span];
         const Settle part = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
         spans_settle(optim->dev, &part, grad_scale);
     }

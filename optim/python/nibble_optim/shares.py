@@ -67,36 +67,33 @@ class Shares:
         pieces, everywhere = self.pieces[t]
         return pieces[rank][1] if not everywhere or rank == self.owners[t] else 0
 
-    def _exchange(self, sent, sizes, counts):
-        """Sends sizes[r] elements of `sent` to rank r, and returns counts[r] elements of each rank r, in order."""
-        received = torch.empty(sum(counts), dtype=sent.dtype, device=sent.device)
-        # Every backend takes bytes.
-        width = sent.element_size()
-        torch.distributed.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8),
-                                            [width * n for n in counts], [width * n for n in sizes],
+    def _exchange(self, sent, counts, like):
+        """Sends the tensors of the list sent[r] to rank r. Returns tensors of counts[r] elements of each rank r, in order.
+        All are of the type and on the device of `like`."""
+        parts = list(itertools.chain.from_iterable(sent))
+        flat = torch.cat(parts) if parts else like.new_empty(0)
+        received = like.new_empty(sum(map(sum, counts)))
+        width = like.element_size()  # every backend takes bytes
+        torch.distributed.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8),
+                                            [width * sum(its) for its in counts],
+                                            [width * sum(part.numel() for part in its) for its in sent],
                                             group=self.ranks.group)
-        return received
+        return received.split(list(itertools.chain.from_iterable(counts)))
 
-    def _by_owner(self, these, count_of):
-        counts = [0] * self.ranks.count
-        for t in these:
-            counts[self.owners[t]] += count_of(t)
-        return counts
-
-    def _mine(self, these):
-        return [t for t in these if self.owners[t] == self.ranks.here]
+    def _by_owner(self, these, what):
+        """Returns what(t) of the parameters of each owner; `these` have the order of self.owned."""
+        return [[what(t) for t in these if self.owners[t] == r] for r in range(self.ranks.count)]
 
     def gather(self, these, tensors):
         """Gathers parameters at their owners. `tensors` has what lies here of each, contiguous and of one element type.
         Returns those that this rank owns, whole, each at an address that the library takes."""
-        here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
-        sent = torch.cat([tensors[t].view(-1)[:self._sends(t, here)] for t in these])
-        counts = [sum(self._sends(t, r) for t in mine) for r in ranks]
-        received = self._exchange(sent, self._by_owner(these, lambda t: self._sends(t, here)), counts)
-        step = ALIGNMENT // sent.element_size()
+        here, ranks, first = self.ranks.here, range(self.ranks.count), tensors[these[0]]
+        mine = [t for t in these if self.owners[t] == here]
+        parts = self._exchange(self._by_owner(these, lambda t: tensors[t].view(-1)[:self._sends(t, here)]),
+                               [[self._sends(t, r) for t in mine] for r in ranks], first)
+        step = ALIGNMENT // first.element_size()
         begins = [0, *itertools.accumulate(-(-self.sizes[t] // step) * step for t in mine)]
-        whole = torch.empty(begins[-1], dtype=sent.dtype, device=sent.device)
-        parts = received.split([self._sends(t, r) for r in ranks for t in mine])
+        whole = first.new_empty(begins[-1])
         places = [whole[begin + self.pieces[t][0][r][0]:][:self._sends(t, r)]
                   for r in ranks for t, begin in zip(mine, begins)]
         _copy(places, parts)
@@ -104,14 +101,10 @@ class Shares:
 
     def scatter(self, these, whole, tensors):
         """Copies the new values of all these parameters from their owners to all ranks' `tensors`."""
-        here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
-        first = tensors[these[0]]
-        parts = [whole[t][self.pieces[t][0][r][0]:][:self.pieces[t][0][r][1]] for r in ranks for t in mine]
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=first.dtype, device=first.device)
-        sizes = [sum(self.pieces[t][0][r][1] for t in mine) for r in ranks]
-        counts = [self.pieces[t][0][here][1] for t in these]
-        received = self._exchange(sent, sizes, self._by_owner(these, lambda t: self.pieces[t][0][here][1]))
-        _copy([tensors[t].view(-1) for t in these], received.split(counts))
+        here, ranks = self.ranks.here, range(self.ranks.count)
+        sent = [[values[self.pieces[t][0][r][0]:][:self.pieces[t][0][r][1]] for t, values in whole.items()] for r in ranks]
+        parts = self._exchange(sent, self._by_owner(these, lambda t: self.pieces[t][0][here][1]), tensors[these[0]])
+        _copy([tensors[t].view(-1) for t in these], parts)
 
     def step(self, weights, grads, group_of, constants, number, stream):
         """Takes a step. `weights` and `grads` have what lies here of stepped parameters, contiguous, by number."""
@@ -145,16 +138,11 @@ class Shares:
             begin = min(rank * each, numbers)
             return slice(begin, min(begin + each, numbers))
 
-        def held(dtype, numbers, rank):
-            part = run(numbers, rank)
-            return (part.stop - part.start) * dtype.itemsize
-
         mine = [entry for entry in entries if self.owners[entry[0]] == here]
-        parts = [states[t][name].reshape(-1)[run(n, r)].view(torch.uint8) for r in ranks for t, name, _, n in mine]
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=local.device)
-        sizes = [sum(held(dtype, n, r) for *_, dtype, n in mine) for r in ranks]
-        counts = [sum(held(dtype, n, here) for t, _, dtype, n in entries if self.owners[t] == r) for r in ranks]
-        received = self._exchange(sent, sizes, counts).split([held(dtype, n, here) for *_, dtype, n in entries])
+        sent = [[states[t][name].reshape(-1)[run(n, r)].view(torch.uint8) for t, name, _, n in mine] for r in ranks]
+        counts = [[len(range(n)[run(n, here)]) * dtype.itemsize for t, _, dtype, n in entries if self.owners[t] == r]
+                  for r in ranks]
+        received = self._exchange(sent, counts, torch.empty(0, dtype=torch.uint8, device=local.device))
         spread = {t: {} for t in self.owned}
         for (t, name, dtype, n), part in zip(entries, received):
             alone = torch.empty(part.numel() // dtype.itemsize, dtype=dtype, device=local.device)
