@@ -111,7 +111,7 @@ struct Model {
     int recomputed;           // blocks, from the first on, that the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
-    Fp8 fp8;                  // their scales
+    Fp8 fp8;                  // their scales, which the arena opens
 
     bool spills;  // the residual stream is in host memory
     Spill spill;
@@ -151,6 +151,8 @@ static void config_tensors(Model* model) {
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
+    a->fp8 = model->uses_fp8 ? &model->fp8 : nullptr;
+    model->fp8.slots = fp8_slot(c->L, QKV) + FP8_SLOTS;
     model->parameters = 0;
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
@@ -539,10 +541,6 @@ static int64_t residual_bytes(const Model* m) {
     return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
 }
 
-static int fp8_slots(const Model* m) {
-    return fp8_slot(m->config.L, QKV) + FP8_SLOTS;
-}
-
 static int64_t wte_sum_bytes(const Model* m) {
     return m->arena.grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
 }
@@ -555,7 +553,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other = input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
+                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other;
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
@@ -576,15 +574,10 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
     if (config && m->spills) spill_open(&m->spill, m->dev, m->config.L, residual_bytes(m));
-    if (!config || !m->uses_fp8) return;
-    void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
-    device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
-    m->fp8 = fp8_open(fp8_slots(m), m->fp8.gradients, scales);
-    arena_scales(&m->arena, m->fp8.stored, m->fp8.slots);
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars, m->fp8.scale_inv};
+    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars};
     for (void* block : memory) device_free(m->dev, block);
     if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
@@ -638,11 +631,6 @@ static void model_init(Model* m, uint64_t seed) {
 // which wait for each other, it completes the step and all find SCALAR_BAD. Nothing changes then.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
-    if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
-    if (m->arena.scales_apart) {
-        shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
-        fp8_event(m->dev, &m->fp8, FP8_AGREE);
-    }
     for (int64_t i = 0; i < micro_batches; i++) {
         arena_micro_batch(&m->arena, i, micro_batches);
         named(m->dev, "data");
@@ -652,11 +640,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0) buckets = input_blank(m->dev, &m->input);
         micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
-    arena_step(&m->arena, m->scalars);
-    if (!m->uses_fp8) return true;
-    shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
-    shard_all_reduce(m->arena.shard, m->fp8.amax + m->fp8.slots, 1, SHARD_SUM);
-    fp8_event(m->dev, &m->fp8, FP8_END, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
+    arena_step(&m->arena);
     return true;
 }
 
@@ -817,7 +801,7 @@ struct Run {
 
 // The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
 static OptimStream amax_history_of(const Model* m) {
-    return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
+    return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)m->fp8.slots * FP8_HISTORY, 4, false};
 }
 
 // Reads the weights of a folder into the model.
@@ -921,7 +905,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
         const OptimStream& array = saved->array[i];
         arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
     }
-    if (m->uses_fp8) arrays[count - 1].shape[0] = fp8_slots(m), arrays[count - 1].shape[1] = FP8_HISTORY;
+    if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);

@@ -1,4 +1,5 @@
 // See arena.h: how weights, gradients and states are kept, and how weights are set.
+#include "../../kernels/fp8.cuh"
 #include "../../kernels/random.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "../made.h"
@@ -132,6 +133,7 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     if (config->offload) states += offload_bytes(a, config);
     int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
     if (a->shard) other += shard_staging_bytes(a->shard);
+    if (a->fp8) other += fp8_bytes(a->fp8->slots);
     return {weights, states, arena_grads_bytes(a), other, optim.host};
 }
 
@@ -152,6 +154,21 @@ static void point_to_sums(const Arena* a) {
     }
 }
 
+// Allocates the scales of fp8 products, and tells them where the numbers of stored codes lie (optim_codes). Ranks that
+// gather decoded weights need these scales too.
+static void open_scales(const Arena* a) {
+    const int slots = a->fp8->slots;
+    void* memory = device_alloc(a->dev, fp8_bytes(slots));
+    device_zero(a->dev, memory, fp8_bytes(slots));
+    *a->fp8 = fp8_open(slots, a->fp8->gradients, memory);
+    const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
+    for (int t = 0; t < a->count; t++) {
+        if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
+    }
+    copy_to_device(a->dev, a->fp8->stored, numbers, slots * (int64_t)sizeof(float*));
+    free(numbers);
+}
+
 void arena_open(Arena* a, const OptimConfig* config) {
     if (!config) {
         a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2));
@@ -170,6 +187,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     point_to_sums(a);
     if (config->offload) a->offload = offload_open(a);
+    if (a->fp8) open_scales(a);
     a->by_parts = takes_parts(a);
     if (!a->by_parts) return;
     a->part_square = (double*)device_alloc(a->dev, part_square_bytes(a));
@@ -183,6 +201,7 @@ void arena_close(Arena* a) {
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
+    if (a->fp8) device_free(a->dev, a->fp8->scale_inv);
     device_free(a->dev, a->grads), device_free(a->dev, a->squares), device_free(a->dev, a->part_square);
     free(a->tensors), free(a->part), free(a->order), free(a->place), free(a->slot);
 }
@@ -192,15 +211,6 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     int64_t at = a->tensors[t].offset;
     if ((memory == a->grads && a->releases) || shard_is_packed(a->shard, memory)) at = a->place[t];
     return (char*)memory + element_bytes * at;
-}
-
-void arena_scales(const Arena* a, const float** to, int slots) {
-    const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
-    for (int t = 0; t < a->count; t++) {
-        if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
-    }
-    copy_to_device(a->dev, to, numbers, slots * (int64_t)sizeof(float*));
-    free(numbers);
 }
 
 void arena_set(Arena* a, int t, const float* values) {

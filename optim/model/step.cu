@@ -2,6 +2,7 @@
 // exchange of gradients between ranks that comes before.
 #include <assert.h>
 
+#include "../../kernels/fp8.cuh"
 #include "../../kernels/profile.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "model.h"
@@ -77,6 +78,11 @@ void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     a->step = {clip, lr, step};
     a->scalars = scalars;
     a->stepping = a->releases;
+    if (!a->fp8) return;
+    fp8_begin(a->dev, a->fp8, step);
+    if (!a->scales_apart) return;
+    shard_all_reduce(a->shard, a->fp8->amax, a->fp8->slots, SHARD_MAX);
+    fp8_event(a->dev, a->fp8, FP8_AGREE);
 }
 
 void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
@@ -133,7 +139,16 @@ void offload_step(const Arena* a, const float* factor) {
     }
 }
 
-void arena_step(Arena* a, float* scalars) {
+// Ends the step of the fp8 scales: all ranks have the same amax history.
+static void fp8_end(const Arena* a) {
+    const Fp8* f = a->fp8;
+    shard_all_reduce(a->shard, f->amax, f->slots, SHARD_MAX);
+    shard_all_reduce(a->shard, f->amax + f->slots, 1, SHARD_SUM);
+    fp8_event(a->dev, f, FP8_END, a->scalars + SCALAR_FACTOR, a->scalars + SCALAR_SATURATED);
+}
+
+void arena_step(Arena* a) {
+    float* scalars = a->scalars;
     if (!a->stepping) arena_agree(a);  // also waits for the last sums
     if (a->by_parts) {
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
@@ -150,4 +165,5 @@ void arena_step(Arena* a, float* scalars) {
     }
     a->stepping = false;
     arena_changed(a);
+    if (a->fp8) fp8_end(a);
 }
