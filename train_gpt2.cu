@@ -517,7 +517,7 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
                     &room, m->config.C, m->config.V, m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/schedule.h) adds up the same figures that model_allocate uses.
+// Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
@@ -546,14 +546,12 @@ static int64_t wte_sum_bytes(const Model* m) {
 }
 
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    const ArenaBytes arena = arena_bytes(&m->arena, config);
-    MemoryPlan plan;
-    plan.weights = arena.weights, plan.states = arena.states, plan.host = arena.host;
+    MemoryPlan plan = arena_bytes(&m->arena, config);
     if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
-    plan.grads = arena.grads + wte_sum_bytes(m);
+    plan.grads += wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
-    plan.other = input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other;
+    plan.other += input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
+                  (m->dev->gpu ? WORKSPACE_BYTES : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
@@ -632,7 +630,7 @@ static void model_init(Model* m, uint64_t seed) {
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
-        arena_micro_batch(&m->arena, i, micro_batches);
+        shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &m->input);
         if (buckets < 0 && !m->arena.shard) return false;
@@ -819,28 +817,20 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-struct ReaderOfRun : CheckpointReader {
-    RunFolder* run;
-};
-
-static void checkpoint_notice(void* reader, const char* line) {
-    run_say(((ReaderOfRun*)reader)->run, " notice   %s\n", line);
-}
-
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     char error[DATA_ERROR_BYTES];
     bool found = false;
-    ReaderOfRun reader;
+    CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
-    reader.run = &run->folder;
     const OptimStream history = amax_history_of(m);
-    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array, checkpoint_array_read,
-                          checkpoint_weights, checkpoint_notice,      &reader};
+    OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
+                          checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
         optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
     require(!*reader.error, reader.error);
+    if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, error);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
@@ -983,6 +973,7 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->offload = strstr(o->offload, "states") != nullptr;
+    m->arena.clip_by = clip_by_from(o->clip_by);
     m->spills = strstr(o->offload, "residuals") != nullptr;
 }
 
@@ -1086,19 +1077,15 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
     char why[DATA_ERROR_BYTES];
-    m->arena.clip_by = clip_by_from(o->clip_by);
+    if (!arena_may_part(&m->arena, config, why)) {
+        if (config->offload) user_error("--offload %s brings states a layer at a time: %s", o->offload, why);
+        user_error("--clip-by %s: %s", o->clip_by, why);
+    }
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
-}
-
-// Refuses --offload states if a step needs all states at once.
-static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
-    char why[DATA_ERROR_BYTES];
-    if (!config->offload || optim_releases(config, m->arena.tensors, m->arena.count, why)) return;
-    user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
 }
 
 static DataSource data_source(const Options* o) {
@@ -1121,7 +1108,6 @@ static void resolve(Run* run) {
     require(options_needed(o, run->folder.error), run->folder.error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
-    resolve_offload(o, m, config);
     resolve_release(o, m, config);
     resolve_length(o, windows, m->dev->gpu, option_given(o, "warmup"));
     require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
@@ -1189,12 +1175,14 @@ static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
     Options* o = &row->o;
     OptimConfig config = optim_config_of(o);
     Model m = {};
-    m.dev = &c->dev, m.arena.clip_by = clip_by_from(o->clip_by);
+    m.dev = &c->dev;
     if (!optim_resolve(&config, error)) return false;
     resolve_model(o, &m, c->vocabulary, c->bytes, "", c->folder);
     resolve_optim(o, &m, &config);
     if (!options_needed(o, error)) return false;
-    if (!arena_plan_release(&m.arena, &config, o->clip, strcmp(o->release, "on") == 0, error)) return false;
+    m.arena.releases = strcmp(o->release, "on") == 0;
+    if (!arena_may_part(&m.arena, &config, error)) return false;
+    if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
     const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
     row->batch = largest_batch(&m, &config, o, 512, false, c->dev.memory - taken);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
@@ -1516,7 +1504,8 @@ static int train_main(Options* o, const Launch* launch) {
     const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    const int64_t size = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
+    const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
+    const int64_t size = files.model + (run_saves_states(&run.folder) ? files.optimizer : 0);
     require(run.dev.imagined || launch->rank > 0 ||
                 run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);

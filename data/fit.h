@@ -1,7 +1,7 @@
 // --fit: how models would train on a card that need not be here.
 #pragma once
+#include "memory.h"
 #include "options.h"
-#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // A way to train a model: the options, which the plan resolves, and what the plan finds.

@@ -1,17 +1,8 @@
-// This file says what `auto` means, and has the batch, the plan of memory and the learning rate of a run. The caller,
-// who knows the model, makes the plan. A function that returns false has written a sentence into `error`.
+// This file says what `auto` means, and has the batch and the learning rate of a run. A function that returns false has
+// written a sentence into `error`.
 #pragma once
-#include <stdbool.h>
-#include <stdint.h>
 #include "options.h"
 C_LINKAGE_BEGIN
-
-// Bytes of memory of the device, which is host memory on the CPU.
-typedef struct {
-    int64_t weights, states, grads, activations, other;
-    int64_t taken;        // also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
-    int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
-} MemoryPlan;
 
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
 // that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one

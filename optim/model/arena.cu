@@ -68,32 +68,25 @@ void arena_spread(Arena* a, OptimConfig* config) {
     a->scales_apart = config->keeps_copy && bytes > 0;
 }
 
+bool arena_may_part(const Arena* a, const OptimConfig* config, char* why) {
+    char reason[DATA_ERROR_BYTES];
+    const bool parts = config->offload || a->clip_by != CLIP_STEP;
+    return !parts || optim_releases(config, a->tensors, a->count, reason) ||
+           data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
+}
+
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why) {
     char reason[DATA_ERROR_BYTES];
-    const bool by_parts = a->clip_by != CLIP_STEP, together = !optim_releases(config, a->tensors, a->count, reason);
-    if (together && by_parts) {
-        user_error("--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
-    }
-    if (together) return data_error(why, "%s; type --release off", reason);
+    if (!optim_releases(config, a->tensors, a->count, reason)) return data_error(why, "%s; type --release off", reason);
     if (tokens != micro) {
         return data_error(why,
                           "the gradients of several micro-batches need room for their sum; type --release off, or "
                           "--tokens-per-step %lld",
                           (long long)micro);
     }
-    if (clip <= 0 || by_parts) return true;
+    if (clip <= 0 || a->clip_by != CLIP_STEP) return true;
     return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
-}
-
-bool arena_plan_release(Arena* a, const OptimConfig* config, double clip, bool on, char* why) {
-    const bool parts = config->offload || a->clip_by != CLIP_STEP;
-    char reason[DATA_ERROR_BYTES];
-    if (parts && !optim_releases(config, a->tensors, a->count, reason)) {
-        return data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
-    }
-    a->releases = on;
-    return !on || arena_may_release(a, config, clip, 1, 1, why);
 }
 
 // Returns true if steps are taken part by part.
@@ -124,7 +117,7 @@ static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
     return own_config;
 }
 
-ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
+MemoryPlan arena_bytes(const Arena* a, const OptimConfig* config) {
     const OptimConfig own_config = arena_config(a, config);
     const OptimBytes optim = optim_bytes(a->dev, &own_config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard, a->elements);
@@ -134,12 +127,7 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
     if (a->shard) other += shard_staging_bytes(a->shard);
     if (a->fp8) other += fp8_bytes(a->fp8->slots);
-    return {weights, states, arena_grads_bytes(a), other, optim.host};
-}
-
-int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
-    const OptimFiles files = optim_file_bytes(config, a->tensors, a->count);
-    return files.model + (states ? files.optimizer : 0);
+    return {weights, states, arena_grads_bytes(a), 0, other, 0, 0, optim.host};
 }
 
 // Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.

@@ -66,24 +66,18 @@ void arena_tensors(Arena* arena, int count);
 // with a sentence if there are more ranks than tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
-// Returns true if the gradients of parts can take turns in memory and, with clip_by, parts can be stepped one by one. A
-// step has `tokens` tokens, and one micro-batch of all ranks has `micro`. Otherwise writes a reason and what to type
-// into `why`. Exits with a sentence if --clip-by asks for steps by parts and the rule does not allow them.
+// Returns false with a reason and what to type in `why` if --clip-by or --offload asks for steps by parts, and the rule
+// does not allow them.
+bool arena_may_part(const Arena* arena, const OptimConfig* config, char* why);
+// Returns true if the gradients of parts can take turns in memory. A step has `tokens` tokens, and one micro-batch of
+// all ranks has `micro`. Otherwise writes a reason and what to type into `why`.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why);
-// Releases gradients if `on`, for a plan of memory whose steps have one micro-batch. Returns false with a reason in
-// `why` if --release, --clip-by or --offload is impossible.
-bool arena_plan_release(Arena* arena, const OptimConfig* config, double clip, bool on, char* why);
 
-// Bytes of device memory, and of host memory in `host`, known before anything is allocated. `other`: the scales of fp8
-// products, and the buffers of the exchange between ranks and of steps part by part.
-struct ArenaBytes {
-    int64_t weights, states, grads, other, host;
-};
-ArenaBytes arena_bytes(const Arena* arena, const OptimConfig* config);
+// Returns the arena's share of a plan, known before anything is allocated. `other`: the scales of fp8 products, and the
+// buffers of the exchange between ranks and of steps part by part. The total is left to the caller.
+MemoryPlan arena_bytes(const Arena* arena, const OptimConfig* config);
 int64_t arena_grads_bytes(const Arena* arena);
-// Returns the bytes of a checkpoint, with or without the optimizer's states.
-int64_t arena_saved_bytes(const Arena* arena, const OptimConfig* config, bool states);
 
 // Allocates weights, states and gradients, all zero. If `config` is null, it allocates only weights and does not set
 // them. arena_close frees everything.
@@ -116,14 +110,12 @@ void arena_settle(const Arena* arena);
 // Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
 void arena_changed(const Arena* arena);
 
-// A step is a call of arena_begin; for each micro-batch, arena_micro_batch and a backward pass that calls arena_room
+// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that calls arena_room
 // and arena_done for each part and arena_attention for each layer; and arena_step.
 //
 // Begins a step, whose fp8 scales it sets. `scalars` is in device memory (shard.cuh lists them) and receives the norm,
 // the clip factor and what else is known when the step ends; `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Begins micro-batch `number` of `count`, counted from 0.
-void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // Makes room for the gradients of a part; the gradients of another part that lay there are lost. Call it before the
 // first gradient of the part is written; the layer above writes the first one, of the layer's projection. Part `layers`
 // is everything outside of the layers.
@@ -134,8 +126,8 @@ void arena_done(const Arena* arena, int part);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).
 void arena_attention(const Arena* arena);
-// Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite, the
-// factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
+// Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
+// the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
 void arena_step(Arena* arena);
 // Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
 float arena_last_norm(const Arena* arena);

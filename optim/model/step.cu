@@ -21,12 +21,8 @@ PartList part_list(const Arena* a, int part) {
     return list;
 }
 
-static int parts_of(const Arena* a) {
-    return a->layers + 2;
-}
-
 int64_t part_square_bytes(const Arena* a) {
-    return aligned_bytes(parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
+    return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
 float arena_last_norm(const Arena* a) {
@@ -85,10 +81,6 @@ void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     fp8_event(a->dev, a->fp8, FP8_AGREE);
 }
 
-void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
-    shard_micro_batch(a->shard, number == 0, number == count - 1);
-}
-
 static void arena_reduce(const Arena* a, int part) {
     a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
 }
@@ -132,19 +124,11 @@ void arena_done(const Arena* a, int part) {
 }
 
 void offload_step(const Arena* a, const float* factor) {
-    for (int i = 0; i < parts_of(a); i++) {
+    for (int i = 0; i < a->layers + 2; i++) {
         const int part = offload_part(a->offload, i);
         const PartList list = part < 0 ? PartList{} : part_list(a, part);
         if (part >= 0) part_step(a, part, &list, factor, false);
     }
-}
-
-// Ends the step of the fp8 scales: all ranks have the same amax history.
-static void fp8_end(const Arena* a) {
-    const Fp8* f = a->fp8;
-    shard_all_reduce(a->shard, f->amax, f->slots, SHARD_MAX);
-    shard_all_reduce(a->shard, f->amax + f->slots, 1, SHARD_SUM);
-    fp8_event(a->dev, f, FP8_END, a->scalars + SCALAR_FACTOR, a->scalars + SCALAR_SATURATED);
 }
 
 void arena_step(Arena* a) {
@@ -152,7 +136,7 @@ void arena_step(Arena* a) {
     if (!a->stepping) arena_agree(a);  // also waits for the last sums
     if (a->by_parts) {
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
-        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, parts_of(a));
+        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
@@ -165,5 +149,8 @@ void arena_step(Arena* a) {
     }
     a->stepping = false;
     arena_changed(a);
-    if (a->fp8) fp8_end(a);
+    if (!a->fp8) return;
+    shard_all_reduce(a->shard, a->fp8->amax, a->fp8->slots, SHARD_MAX);
+    shard_all_reduce(a->shard, a->fp8->amax + a->fp8->slots, 1, SHARD_SUM);
+    fp8_event(a->dev, a->fp8, FP8_END, scalars + SCALAR_FACTOR, scalars + SCALAR_SATURATED);
 }
