@@ -302,14 +302,12 @@ static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
 template <typename X, typename G>
 static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
                       X* dout, bool made, bool dmade) {
-    const int slot = fp8_slot(l, matrix), t = weight_tensor(l, matrix);
+    const int t = weight_tensor(l, matrix);
     X* weight;
     tensor_at(m, t, &weight, &linear->dweight);
     tensor_at(m, t + 1, &linear->bias, &linear->dbias);
     linear->C = C, linear->OC = OC;
-    linear->inp = linear_input(use, slot, linear->inp.values, linear->inp.columns, made);
-    linear->weight = linear_weight(use, slot, weight, arena_codes(&m->arena, t));
-    linear->dout = linear_gradient(use, slot, dout, dmade);
+    linear_set(use, linear, fp8_slot(l, matrix), weight, arena_codes(&m->arena, t), dout, made, dmade);
 }
 
 // Returns what a micro-batch works with.

@@ -56,28 +56,19 @@ inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool a
 #endif
 }
 
-// The operands of the layer whose first slot this is: its input, whose codes by columns are kept; its weights, or the
-// codes that they are stored as (NULL: they are not); and the gradient of its output. `made`: see Operand.
-template <typename X>
-Operand<X> linear_input(const Fp8Use* use, int slot, X* values, uint8_t* columns, bool made) {
-    return {values, use->rows, columns, use->scales, slot, FP8_E4M3, FP8_COPY, made ? FP8_BY_ROWS : FP8_NOTHING};
-}
-template <typename X>
-Operand<X> linear_weight(const Fp8Use* use, int slot, X* values, const uint8_t* codes) {
-    return {values,   codes ? (uint8_t*)codes : use->weight, use->weight, use->scales, slot + FP8_WEIGHT, FP8_E4M3,
-            FP8_COPY, codes ? FP8_BY_ROWS : FP8_NOTHING};
-}
-template <typename X>
-Operand<X> linear_gradient(const Fp8Use* use, int slot, X* values, bool made) {
-    const Fp8Type type = use->scales ? use->scales->gradients : FP8_E4M3;
-    return {values,
-            use->drows,
-            use->dcolumns,
-            use->scales,
-            slot + FP8_GRADIENT,
-            type,
-            FP8_COPY,
-            made ? FP8_BY_ROWS : FP8_NOTHING};
+// Sets what the products of a layer read, whose first slot this is: its input, of which the memory is set; its weights,
+// or the codes that they are stored as (NULL: they are not); and the gradient of its output. made, dmade: kernels make
+// the codes of the input and of that gradient by rows.
+template <typename X, typename G>
+void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, bool made,
+                bool dmade) {
+    Fp8* f = use->scales;
+    uint8_t* rows = codes ? (uint8_t*)codes : use->weight;
+    const auto by_rows = [](bool there) { return there ? FP8_BY_ROWS : FP8_NOTHING; };
+    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot, FP8_E4M3, FP8_COPY, by_rows(made)};
+    l->weight = {weight, rows, use->weight, f, slot + FP8_WEIGHT, FP8_E4M3, FP8_COPY, by_rows(codes)};
+    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT, FP8_E4M3, FP8_COPY, by_rows(dmade)};
+    if (f) l->dout.type = f->gradients;
 }
 
 // Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
@@ -97,15 +88,10 @@ void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X
 template <typename X>
 Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slot, X* inp, X* weight, X* logits,
                                    float* dweight, float dloss, int C, int Vp) {
-    if (!use->head[0]) return {C, Vp, {inp}, {weight}, {logits}, nullptr, dweight, nullptr};
-    Linear<X, float> head = {C,
-                             Vp,
-                             linear_input(use, slot, inp, use->head_columns, false),
-                             linear_weight(use, slot, weight, nullptr),
-                             linear_gradient(use, slot, logits, use->producers_quantize),
-                             nullptr,
-                             dweight,
-                             nullptr};
+    const Fp8Use none = {}, *own = use->head[0] ? use : &none;
+    Linear<X, float> head = {C, Vp, {inp, nullptr, own->head_columns}, {}, {}, nullptr, dweight, nullptr};
+    linear_set(own, &head, slot, weight, nullptr, logits, false, own->producers_quantize);
+    if (own == &none) return head;
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
     head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;
     operand_need(dev, &head.weight, true, true, Vp, C);
