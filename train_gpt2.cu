@@ -37,8 +37,7 @@
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
-#include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
-#include "kernels/linear_fp8.cuh"   // Linear, linear_forward, linear_backward, ...: in bf16, fp32 or fp8
+#include "kernels/linear_fp8.cuh"   // Linear, Norm, linear_forward, norm_forward, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
@@ -121,7 +120,7 @@ struct Model {
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
-    void* activations;  // laid out by activations_layout
+    void* activations;  // laid out by activations_of
     Input input;        // a micro-batch
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
@@ -168,13 +167,6 @@ static void config_tensors(Model* model) {
 
 // The tensors that a micro-batch's passes use. Weights are valid once arena_need has been called for their layer.
 
-template <typename X, typename G>
-struct Norm {
-    X *weight, *bias;    // (C)
-    G *dweight, *dbias;  // (C)
-    float *mean, *rstd;  // (N)
-};
-
 // A block: its parameters, their gradients, and the results that the forward pass keeps for the backward pass. The
 // input of a linear layer is the output of what comes before it. The last layernorm is the first one of a block L that
 // has nothing else.
@@ -201,7 +193,7 @@ struct Activations {
     void* dequant_buffer;         // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
     // backward only
     X* dresidual;    // (N, C) gradient of the residual stream
-    X* dbranch;      // (N, C)
+    X* dbranch;      // (N, C) in the place of `branch`
     X* dwide;        // (N, 4C) gradient of pre_gelu; of qkv_out in its first 3C
     float* scratch;  // of the operator that runs
     int64_t bytes;
@@ -220,10 +212,37 @@ static int64_t scratch_bytes(const Model* m) {
     return most;
 }
 
+// Finds tensor t's weights and, if the model trains, their gradients.
+template <typename X, typename G>
+static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
+    *weights = (X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X));
+    *gradients = m->arena.grads ? (G*)arena_at(&m->arena, m->arena.grads, t, sizeof(G)) : nullptr;
+}
+
+template <typename X, typename G>
+static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
+    norm->C = m->config.C;
+    tensor_at(m, t, &norm->weight, &norm->dweight);
+    tensor_at(m, t + 1, &norm->bias, &norm->dbias);
+}
+
+// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
+// make the codes of the input and of dout.
+template <typename X, typename G>
+static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
+                      X* dout, bool made, bool dmade) {
+    const int t = weight_tensor(l, matrix);
+    X* weight;
+    tensor_at(m, t, &weight, &linear->dweight);
+    tensor_at(m, t + 1, &linear->bias, &linear->dbias);
+    linear->C = C, linear->OC = OC;
+    linear_set(use, linear, fp8_slot(l, matrix), weight, arena_codes(&m->arena, t), dout, made, dmade);
+}
+
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
 // what its products read, and all share the arrays that these codes are made of.
 template <typename X, typename G>
-static Block<X, G> block_layout(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
+static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
     Block<X, G> b = {};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
     const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
@@ -244,108 +263,67 @@ static Block<X, G> block_layout(const Model* m, Layout* layout, const Block<X, G
     return b;
 }
 
-// Lays out the activations of m->B x m->T tokens from `base` on; with base NULL only `bytes` of the result has a
-// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, blocks that
-// are computed again, and the first that is kept, share buffers; the forward pass leaves the kept one there.
+// Sets the parameters of block l, and what its products read.
 template <typename X, typename G>
-static Activations<X, G> activations_layout(const Model* m, void* base, bool backward) {
+static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
+    const int C = m->config.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
+    const Fp8Use* use = &a->fp8;
+    const bool makes = use->producers_quantize;
+    norm_at(m, t, &b->ln1);
+    norm_at(m, t + 6, &b->ln2);
+    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention_quantizes);
+    linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, false, makes);
+    linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, false);
+    linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, false, makes);
+    linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
+}
+
+// Returns what passes over m->B x m->T tokens work with, laid out from `base` on. This one function gives the memory
+// plan, the allocation and the pointers; with base NULL only `bytes` has a meaning. With recompute=block, blocks that
+// are computed again, and the first that is kept, share arrays; the forward pass leaves the kept one there.
+template <typename X, typename G>
+static Activations<X, G> activations_of(const Model* m, void* base, bool train) {
     Activations<X, G> a = {};
     Layout layout = {(char*)base, 0};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
-    const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
-    const bool fp8 = backward && m->uses_fp8;
-    a.dequant_buffer = layout_take<char>(&layout, backward ? 0 : m->arena.dequant_bytes);
-    // Without backward the stream needs two places: a block's input and output.
-    const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
-    a.spill = backward && m->spills ? &m->spill : nullptr;
-    a.residual[0] = layout_take<X>(&layout, N * C);
-    for (int l = 0; l < m->config.L; l++) {
-        a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
-        a.block[l] = l > 0 && l < sharing ? a.block[0] : block_layout(m, &layout, &a.block[0], l, fp8);
-    }
-    Block<X, G>* last = &a.block[m->config.L];
-    last->ln1.mean = layout_take<float>(&layout, N), last->ln1.rstd = layout_take<float>(&layout, N);
-    last->qkv.inp = {layout_take<X>(&layout, N * C)};
-    a.branch = layout_take<X>(&layout, N * C);
-    a.fp8 = fp8 ? linear_use(&layout, N, (int)C) : Fp8Use{};
-    const int64_t blocks = layout.used;
+    const int L = m->config.L, sharing = train ? m->recomputed + 1 : L;  // blocks, from the first on, that share arrays
+    const bool fp8 = train && m->uses_fp8;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
     if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
-    a.bytes = layout.used;
-    if (!backward) return a;
-    layout.used = blocks;  // the blocks' backward pass begins when the logits are done, and takes their place
-    a.dresidual = layout_take<X>(&layout, N * C);
-    a.dbranch = a.branch;  // which the forward pass, also that of a block that is computed again, no longer needs
-    a.dwide = layout_take<X>(&layout, N * 4 * C);
-    if (fp8) a.fp8.drows = layout_take<uint8_t>(&layout, N * 4 * C);
-    if (fp8) a.fp8.dcolumns = layout_take<uint8_t>(&layout, N * 4 * C);
-    a.scratch = (float*)layout_take<char>(&layout, scratch_bytes<X>(m));
-    a.bytes = layout.used > a.bytes ? layout.used : a.bytes;
-    return a;
-}
-
-// Finds tensor t's weights and, if the model trains, their gradients.
-template <typename X, typename G>
-static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
-    *weights = (X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X));
-    *gradients = m->arena.grads ? (G*)arena_at(&m->arena, m->arena.grads, t, sizeof(G)) : nullptr;
-}
-
-template <typename X, typename G>
-static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
-    tensor_at(m, t, &norm->weight, &norm->dweight);
-    tensor_at(m, t + 1, &norm->bias, &norm->dbias);
-}
-
-// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
-// make the codes of the input and of dout.
-template <typename X, typename G>
-static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
-                      X* dout, bool made, bool dmade) {
-    const int t = weight_tensor(l, matrix);
-    X* weight;
-    tensor_at(m, t, &weight, &linear->dweight);
-    tensor_at(m, t + 1, &linear->bias, &linear->dbias);
-    linear->C = C, linear->OC = OC;
-    linear_set(use, linear, fp8_slot(l, matrix), weight, arena_codes(&m->arena, t), dout, made, dmade);
-}
-
-// Returns what a micro-batch works with.
-template <typename X, typename G>
-static Activations<X, G> activations_of(const Model* m, bool train) {
-    Activations<X, G> a = activations_layout<X, G>(m, m->activations, train);
-    const int L = m->config.L, C = m->config.C;
-    Fp8Use* use = &a.fp8;
-    arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
-    if (train && m->uses_fp8) {
-        linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), (int64_t)m->B * m->T, C);
+    const int64_t logits = layout.used;
+    layout.used = 0;  // the blocks' backward pass begins when the logits are done, and takes their place
+    a.dresidual = layout_take<X>(&layout, train ? N * C : 0);
+    a.dwide = layout_take<X>(&layout, train ? N * 4 * C : 0);
+    if (fp8) linear_use_gradients(&layout, &a.fp8, N, (int)C);
+    a.scratch = (float*)layout_take<char>(&layout, train ? scratch_bytes<X>(m) : 0);
+    if (layout.used < logits) layout.used = logits;
+    if (fp8) {
+        linear_use_begin(&layout, &a.fp8, m->dev, (Fp8*)&m->fp8, base && attention_backward_codes(m->dev), N, (int)C);
     }
-    const bool makes = use->producers_quantize;
+    a.dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
+    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    a.branch = a.dbranch = layout_take<X>(&layout, N * C);  // the backward pass no longer needs it
+    a.spill = train && m->spills ? &m->spill : nullptr;
+    // Without a backward pass the stream needs two places: a block's input and output.
+    const int places = !train ? 2 : m->spills && L >= SPILL_PLACES ? SPILL_PLACES : L + 1;
+    a.residual[0] = layout_take<X>(&layout, N * C);
+    for (int l = 0; l < L; l++) {
+        a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
+        a.block[l] = l > 0 && l < sharing ? a.block[0] : block_arrays(m, &layout, a.block, l, fp8);
+        if (base) block_parameters(m, &a, &a.block[l], l);
+    }
+    Block<X, G>* last = &a.block[L];
+    last->ln1.mean = layout_take<float>(&layout, N), last->ln1.rstd = layout_take<float>(&layout, N);
+    last->qkv.inp = {layout_take<X>(&layout, N * C)};
+    a.bytes = layout.used;
+    if (!base) return a;
+    norm_at(m, m->arena.count - 2, &last->ln1);
     tensor_at(m, WTE, &a.wte, &a.dwte);
     tensor_at(m, WPE, &a.wpe, &a.dwpe);
-    for (int l = 0; l < L; l++) {
-        Block<X, G>* b = &a.block[l];
-        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS, &b->ln1);
-        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS + 6, &b->ln2);
-        linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a.dwide, makes, use->attention_quantizes);
-        linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a.dresidual, false, makes);
-        linear_at(m, use, &b->fc, l, FC, C, 4 * C, a.dwide, makes, false);
-        linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a.dresidual, false, makes);
-        linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
-    }
-    norm_at(m, m->arena.count - 2, &a.block[L].ln1);
     return a;
 }
 
 // Forward.
-
-// out: the normalised rows of inp1 + inp2, which goes to `residual`, or of inp1 if inp2 is NULL.
-template <typename X, typename G>
-static void norm_forward(const Device* dev, const Norm<X, G>* norm, X* residual, const Operand<X>* out, const X* inp1,
-                         const X* inp2, int64_t N, int C) {
-    residual_layernorm_forward(named(dev, "residual + layernorm"), residual, out->values, norm->mean, norm->rstd, inp1,
-                               inp2, norm->weight, norm->bias, N, C, operand_codes(out));
-}
 
 // Block l from its input to the GELU. The first layernorm's result is already there except when the block is computed
 // again.
@@ -359,7 +337,7 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, in
     attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, B, T, C,
                       m->config.NH);
     linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
-    norm_forward(dev, &b->ln2, b->residual2, &b->fc.inp, a->residual[l], a->branch, N, C);
+    norm_forward(named(dev, "residual + layernorm"), &b->fc.inp, &b->ln2, N, a->residual[l], a->branch, b->residual2);
     linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, N);
 }
 
@@ -374,13 +352,14 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
     spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
-    norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[0], (const X*)nullptr, N, C);
+    norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, N, a->residual[0]);
     for (int l = 0; l < L; l++, b++) {
         block_forward(m, a, l, B, T);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
         spill_room(a->spill, l + 1);
-        norm_forward(dev, &b[1].ln1, a->residual[l + 1], &b[1].qkv.inp, b->residual2, a->branch, N, C);
+        norm_forward(named(dev, "residual + layernorm"), &b[1].qkv.inp, &b[1].ln1, N, b->residual2, a->branch,
+                     a->residual[l + 1]);
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
@@ -417,16 +396,6 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
 
 // Backward.
 
-// Adds the gradient of inp to dresidual, from dbranch, the gradient of inp's normalised rows. dresidual is then the
-// gradient of the output of the linear layer `below`, whose bias gradient comes from it as column sums.
-template <typename X, typename G>
-static void norm_backward(const Device* dev, const Activations<X, G>* a, const Norm<X, G>* norm, const X* inp,
-                          const Linear<X, G>* below, int64_t N, int C, bool adds) {
-    layernorm_backward(named(dev, "layernorm backward"), a->dresidual, norm->dweight, norm->dbias,
-                       below ? below->dbias : nullptr, a->scratch, a->dbranch, inp, norm->weight, norm->mean,
-                       norm->rstd, N, C, adds, below ? operand_codes(&below->dout) : Fp8Codes{});
-}
-
 // Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
 // the block's output at first.
 template <typename X, typename G>
@@ -437,7 +406,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, i
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
     if (l < m->recomputed) {
-        norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[l], (const X*)nullptr, N, C);
+        norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, N, a->residual[l]);
         block_forward(m, a, l, B, T);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
@@ -446,7 +415,8 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, i
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
-    norm_backward(dev, a, &b->ln2, b->residual2, &b->attproj, N, C, adds);
+    norm_backward(named(dev, "layernorm backward"), a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj,
+                  a->scratch, N, adds);
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
@@ -471,7 +441,8 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets, int
             block_backward(m, a, l, B, T, adds);
         }
         if (l > 0) arena_room(&m->arena, l - 1);
-        norm_backward(dev, a, &a->block[l].ln1, a->residual[l], l > 0 ? &a->block[l - 1].fcproj : nullptr, N, C, adds);
+        norm_backward(named(dev, "layernorm backward"), a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
+                      l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, N, adds);
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l < L ? l : decoded_final(L));
     }
@@ -484,7 +455,7 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets, int
 // gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
-    Activations<X, G> a = activations_of<X, G>(m, train);
+    Activations<X, G> a = activations_of<X, G>(m, m->activations, train);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, m->input.tokens, B, m->T);
     gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
@@ -503,7 +474,7 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X, float> a = activations_of<X, float>(m, false);
+    Activations<X, float> a = activations_of<X, float>(m, m->activations, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
@@ -527,8 +498,8 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     const bool fp32 = m->arena.type == OPTIM_FP32;
     const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
     const auto bytes = [&](bool train) {
-        return fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
-                    : activations_layout<bf16, float>(m, nullptr, train).bytes;
+        return fp32 ? activations_of<float, float>(m, nullptr, train).bytes
+                    : activations_of<bf16, float>(m, nullptr, train).bytes;
     };
     const int64_t passes = backward && bytes(true) > bytes(false) ? bytes(true) : bytes(false);
     return decoder > passes ? decoder : passes;

@@ -30,11 +30,9 @@ struct Fp8Use {
     uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
 };
 
-// Takes room for the codes of a layer's input and weights.
-inline Fp8Use linear_use(Layout* layout, int64_t N, int C) {
-    Fp8Use use = {};
-    use.rows = layout_take<uint8_t>(layout, N * 4 * C), use.weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
-    return use;
+// Takes room for the codes of outputs' gradients.
+inline void linear_use_gradients(Layout* layout, Fp8Use* use, int64_t N, int C) {
+    use->drows = layout_take<uint8_t>(layout, N * 4 * C), use->dcolumns = layout_take<uint8_t>(layout, N * 4 * C);
 }
 
 // Takes room for the codes of the head, which is then in fp8.
@@ -45,9 +43,12 @@ inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int
     use->dhead_columns = layout_take<uint8_t>(layout, logit_rows * Vp);
 }
 
-// Sets the scales, and which kernels of this step write codes. attention: its backward pass can.
-inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, [[maybe_unused]] int64_t N,
-                             [[maybe_unused]] int C) {
+// Takes room for the codes of a layer's input and weights, and sets the scales and which kernels of this step write
+// codes. attention: its backward pass can.
+inline void linear_use_begin(Layout* layout, Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N,
+                             int C) {
+    use->rows = layout_take<uint8_t>(layout, N * 4 * C), use->weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
+    if (!layout->base) return;  // only sizes are asked for, and the device may be imagined
     use->scales = scales;
     use->producers_quantize = dev->gpu && !scales->use_current_scaling;
     use->attention_quantizes = use->producers_quantize && attention;
