@@ -52,10 +52,11 @@ extern "C" const char corpus_end[];
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
-constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
+static char sentence[DATA_ERROR_BYTES];  // about what has failed, with which the program ends
+constexpr int64_t AUTO = OPTION_AUTO;    // a number that is left to the program: resolve() replaces it
 
 // Returns the options' optimizer. Names that the preset chooses are ""; numbers that are
-// `auto` have a stand-in until resolve_length.
+// `auto` have a stand-in until defaults_choose.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -79,9 +80,8 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
-    char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    require(optim_resolve(config, sentence), sentence);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -118,6 +118,7 @@ struct Model {
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
+    int64_t largest;      // of these sizes
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_of
@@ -152,12 +153,13 @@ static void config_tensors(Model* model) {
     a->dev = model->dev, a->layers = c->L;
     a->fp8 = model->uses_fp8 ? &model->fp8 : nullptr;
     model->fp8.slots = fp8_slot(c->L, QKV) + FP8_SLOTS;
-    model->parameters = 0;
+    model->parameters = model->largest = 0;
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
         a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
+        if (t->rows * t->cols > model->largest) model->largest = t->rows * t->cols;
     }
     for (int i = 0; i < c->L * BLOCK_MATRICES && model->uses_fp8; i++) {
         a->slot[weight_tensor(i / BLOCK_MATRICES, i % BLOCK_MATRICES)] = i * FP8_SLOTS + FP8_WEIGHT;
@@ -573,12 +575,7 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
 // Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
 // the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
 static void model_init(Model* m, uint64_t seed) {
-    int64_t largest = 0;
-    for (int t = 0; t < m->arena.count; t++) {
-        const int64_t n = m->arena.tensors[t].rows * m->arena.tensors[t].cols;
-        largest = n > largest ? n : largest;
-    }
-    float* values = (float*)memory_take((size_t)largest * sizeof(float));
+    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
@@ -683,10 +680,6 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void broadcast_bytes(void* model, int from, void* bytes, int64_t count) {
-    launch_broadcast(((const Model*)model)->launch, from, bytes, count);
-}
-
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
@@ -695,9 +688,8 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
-    char error[DATA_ERROR_BYTES];
     EvaluationPass pass;
-    evaluation_begin(&pass, task, m->T, tokens);
+    require(evaluation_begin(&pass, task, m->T, tokens, sentence), sentence);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -713,13 +705,9 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     const EvaluationResult result = evaluation_result(&pass);
     if (rank == 0 && !stopped) {
         const double seconds = seconds_now() - began;
-        if (result.examples == 0) {
-            user_error("--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
-                       task->name, m->T);
-        }
-        if (run) report_evaluation(run, &result, seconds);
+        require(!run || report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, error), error);
+        require(!out || evaluation_write(out, &pass, sentence), sentence);
     }
     evaluation_end(&pass);
     return !stopped;
@@ -727,14 +715,13 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 
 // Scores the tasks of --eval. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    char error[DATA_ERROR_BYTES];
     const bool writes = *o->eval_out && m->launch->rank == 0;
-    FILE* out = writes ? evaluation_out(o->eval_out, error) : nullptr;
-    require(out || !writes, error);
+    FILE* out = writes ? evaluation_out(o->eval_out, sentence) : nullptr;
+    require(out || !writes, sentence);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        require(evaluation_open(&task, name, tokenizer, error), error);
+        require(evaluation_open(&task, name, tokenizer, sentence), sentence);
         if (task.vocabulary > m->config.V) {
             user_error("--eval %s has a vocabulary of %d tokens and the model of %d", name, task.vocabulary,
                        m->config.V);
@@ -756,13 +743,12 @@ struct Run {
     const char* model_folder;  // --model DIR, with the first weights; "": they are drawn, or a checkpoint's
     Device dev;
     Shard shard;
-    Model own_model;
     Model* model;
     OptimConfig config;
     Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
-    int64_t memory;   // bytes of the plan
+    StepReport step;  // the last one
     double last_val;  // loss of the last validation; 0 before the first
 };
 
@@ -773,15 +759,14 @@ static OptimStream amax_history_of(const Model* m) {
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
-    char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, sentence), sentence);
+    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
-        require(model_folder_read(&files, &m->stored[t], values, error), error);
+        require(model_folder_read(&files, &m->stored[t], values, sentence), sentence);
         arena_set(&m->arena, t, values);
-        free(values);
     }
+    free(values);
     safetensors_close(&files);
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
@@ -789,18 +774,17 @@ static void model_read(Model* m, const char* path) {
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
-    char error[DATA_ERROR_BYTES];
     bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, sentence), sentence);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, sentence);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
-    if (!loaded) user_error("%s/%s", folder, error);
+    if (!loaded) user_error("%s/%s", folder, sentence);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
@@ -824,13 +808,8 @@ static Options options_saved(const Run* run) {
 static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
                                     const SafetensorsTensor* arrays, int count) {
     constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
-    int64_t room = PIECE;
-    for (int t = 0; t < m->arena.count; t++) {
-        const int64_t bytes = m->stored[t].rows * m->stored[t].cols * (int64_t)sizeof(float);
-        room = bytes > room ? bytes : room;
-    }
-    void* values = memory_take(room);
-    bool ok = checkpoint_begin_model(writer, m->stored, m->arena.count);
+    void* values = memory_take(PIECE + m->largest * sizeof(float));
+    bool ok = true;
     for (int t = 0; t < m->arena.count && ok; t++) {
         optim_saved_weights(saved, t, values);
         ok = checkpoint_tensor(writer, &m->stored[t], values);
@@ -873,9 +852,10 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
                                    folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
     const bool writes = rank_of(m) == 0;
     CheckpointWriter writer = {};
-    bool ok = !writes || checkpoint_begin(&writer, folder->path, folder->state.step, folder->error);
+    bool ok =
+        !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
     if (writes || shard_splits(a->shard, SHARD_STATES)) {
-        ok = ok && checkpoint_write_arrays(m, &writer, saved, run_saves_states(folder), arrays, count);
+        ok = ok && checkpoint_write_arrays(m, &writer, saved, strcmp(run->options->save, "all") == 0, arrays, count);
     }
     ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
     optim_saved_close(saved);
@@ -909,7 +889,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
     const bool gpu = m->dev->gpu;
-    char error[DATA_ERROR_BYTES];
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
     m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
@@ -924,8 +903,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
-            error);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, sentence),
+            sentence);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -979,7 +958,6 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
@@ -990,7 +968,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
+    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, sentence), sentence);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -1009,28 +987,6 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
         user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
     }
     if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
-}
-
-static Schedule schedule_of(const Options* o) {
-    return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-}
-
-// The number of steps and what depends on it.
-static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_typed) {
-    const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
-    char error[DATA_ERROR_BYTES];
-    if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model));
-    if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
-    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
-    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
-    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
-    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
-    if (o->ramp == AUTO) o->ramp = o->steps;
-    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
-    Schedule schedule = schedule_of(o);
-    require(schedule_choose(&schedule, warmup_typed, error), error);
-    o->warmup = schedule.warmup;
 }
 
 // Memory available to the plan, including what we already hold.
@@ -1068,18 +1024,22 @@ static void resolve(Run* run) {
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, run->folder.error), run->folder.error);
+    require(dataset_look(&source, &vocabulary, &bytes, sentence), sentence);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, run->folder.error), run->folder.error);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, sentence), sentence);
     run->folder.sources[2] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, run->folder.error), run->folder.error);
+    require(options_needed(o, sentence), sentence);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
-    resolve_length(o, windows, m->dev->gpu, option_given(o, "warmup"));
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
+    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
+    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
+    run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), sentence), sentence);
+    o->warmup = run->schedule.warmup;
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, sentence), sentence);
     config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1094,8 +1054,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     char text[256];
     run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
             o->channels, o->heads, (long long)m->parameters);
-    device_describe(m->dev, m->arena.type == OPTIM_FP32, text, sizeof(text));
-    run_say(folder, " device   %s\n", text);
+    run_say(folder, " device   %s\n", device_describe(m->dev, m->arena.type == OPTIM_FP32));
     if (m->arena.shard) {
         run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, run->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
@@ -1200,11 +1159,10 @@ static const char* resume_optim(Options* o, Resume* merge) {
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
-    char* error = run->folder.error;
-    require(resume_words(o, error), error);
-    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
+    require(resume_words(o, sentence), sentence);
+    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, sentence), sentence);
     launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
-    require(resume_take(merge, error), error);
+    require(resume_take(merge, sentence), sentence);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1232,9 +1190,7 @@ static void run_sample(Run* run) {
 
 static void run_evaluation(Run* run) {
     signals_doing("this batch of the evaluation");
-    run->folder.error[0] = 0;
     evaluate(run->model, run->options, run->folder.tokenizer, &run->folder);
-    require(!run->folder.error[0], run->folder.error);
 }
 
 // True if the weights at the end of a run are useless: no step changed them, or their loss is not finite. The loss is
@@ -1256,35 +1212,28 @@ static bool ends_useless(const Run* run) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
 }
 
-// Counts, logs and prints a step that left these scalars.
-static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
-    const Model* m = run->model;
-    StepReport step = {};
-    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.gpu = m->dev->gpu;
-    step.flops = gpt2_flops(m->parameters, m->config.L, m->config.C, m->T);
-    step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
-    step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
-    step.parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
-    step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
-    step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
-    require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);
-}
-
 // Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
 // checkpoint has the weights as they are before the step.
-static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars, StepTimer* timer) {
+static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
     const RunState* state = &run->folder.state;
+    StepReport* step = &run->step;
     Model* m = run->model;
     Shard* shard = m->arena.shard;
-    const double begin = seconds_now(), lr = learning_rate(&run->schedule, state->step);
+    const double begin = seconds_now();
     const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
     signals_doing("this step");
     if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    const bool ok = train_step(m, feeder, micro_batches, (float)lr, (float)run->options->clip, number);
+    step->lr = learning_rate(&run->schedule, state->step);
+    const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
-    step_done(run, scalars, lr, begin, timer);
+    step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
+    step->skipped = !isfinite(scalars[SCALAR_FACTOR]);
+    step->parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
+    step->saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
+    step->used = state->step == step->timer.first + 1 ? memory_used(m->dev) : 0;
+    require(report_step_done(&run->folder, step, begin), run->folder.error);
 }
 
 // True after each `every`-th step and after the last one; 0: never.
@@ -1303,14 +1252,15 @@ static void train(Run* run) {
     Feeder feeder;
     feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
                 state->sequences + rank_of(m) * slice.run, slice);
-    float* scalars = (float*)(m->dev->gpu ? pinned_alloc : memory_take)(SCALARS * sizeof(float));
+    float scalars[SCALARS];
     int64_t saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (state->step == 0 && o->val_every > 0) run_validation(run);
-    StepTimer timer = {state->step, state->step, seconds_now(), 0};
+    StepTimer* timer = &run->step.timer;
+    *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
-        if (o->profile && !profile_step(&run->dev, state->step - timer.first)) break;
-        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars, &timer);
+        if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
+        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
@@ -1327,11 +1277,10 @@ static void train(Run* run) {
     }
     // A signal came before the first step, or while sampling.
     if (saved_at != state->step && !o->profile) checkpoint_save(run);
-    require(report_end(&run->folder, stops(m), (double)(state->step - timer.from), timer.seconds, useless),
+    require(report_end(&run->folder, stops(m), (double)(state->step - timer->from), timer->seconds, useless),
             run->folder.error);
     signals_doing(nullptr);
     feeder_close(&feeder);
-    (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
 // Main: a run from its options to its end, or samples or scores of a model.
@@ -1340,31 +1289,31 @@ static void train(Run* run) {
 // otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
-    char error[DATA_ERROR_BYTES];
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
+    const char* folder = checkpoint_model(&o->model, true, sentence);
+    require(folder != nullptr, sentence);
     m.dev = &dev, m.launch = samples ? nullptr : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, sentence);
+    if (!tokenizer) user_error("--model %s: %s", o->model, sentence);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, sentence), sentence);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
         require_stdout();
         prompts_close(&prompts);
     } else {
-        require(evaluation_check(o->eval, tokenizer, o->eval_out, error), error);  // all, before the first is scored
+        // All tasks are checked before the first is scored.
+        require(evaluation_check(o->eval, tokenizer, o->eval_out, sentence), sentence);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1419,7 +1368,12 @@ static void folder_begin(Run* run) {
     launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_broadcast(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
-    prompts_broadcast(&run->folder.prompts, broadcast_bytes, run->model);
+    Prompts* prompts = &run->folder.prompts;
+    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, 0, number, sizeof(*number));
+    prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
+    prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
+    launch_broadcast(run->launch, 0, prompts->length, prompts->count * (int64_t)sizeof(int));
+    launch_broadcast(run->launch, 0, prompts->tokens, prompts->all * (int64_t)sizeof(int));
 }
 
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
@@ -1449,21 +1403,23 @@ static void end(Run* run) {
 }
 
 static int train_main(Options* o, const Launch* launch) {
+    static Model model;
     static Run run;
-    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &run.own_model;
+    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
-    run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
-    require(run.model_folder && resume_intent(o, *run.model_folder, run.folder.error), run.folder.error);
+    run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, sentence);
+    require(run.model_folder && resume_intent(o, *run.model_folder, sentence), sentence);
     const char** sources = run.folder.sources;
     sources[0] = run.resume.from, sources[1] = run.model_folder;
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
                       run.folder.error);
-    run.schedule = schedule_of(o);
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
-    run.memory = plan.total;
+    run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
+    run.step.peak = ranks_of(&model) * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
+    run.step.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && run.folder.state.step >= o->steps) {
         run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
@@ -1474,7 +1430,7 @@ static int train_main(Options* o, const Launch* launch) {
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
-    const int64_t size = files.model + (run_saves_states(&run.folder) ? files.optimizer : 0);
+    const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
     require(run.dev.imagined || launch->rank > 0 ||
                 run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);
@@ -1497,17 +1453,16 @@ __attribute__((section(".preinit_array"), used)) static const auto first_of_all 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
     Options options;
-    char error[DATA_ERROR_BYTES];
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, error), error);
+    require(options_parse(&options, argc, argv, sentence), sentence);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
+    require(options_apart(&options, sentence) && gpt2_take_size(&options, sentence), sentence);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, error), error);
+    require(launch_environment(&launch, options.gpus, sentence), sentence);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);

@@ -168,7 +168,7 @@ static bool example_fits(const EvaluationExample* example, const EvaluationRow* 
     return fits;
 }
 
-void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens) {
+bool evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens, char* error) {
     const size_t room = (size_t)(tokens > T ? tokens : T);
     *pass = (EvaluationPass){.task = e, .T = T};
     pass->order = memory_take((size_t)e->rows * sizeof(int));
@@ -193,6 +193,9 @@ void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t 
             pass->batch[pass->batches++] = (EvaluationBatch){B, max, at, used - at < B ? used - at : B};
         }
     }
+    return used > 0 ||
+           data_error(error, "--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
+                      e->name, T);
 }
 
 const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch) {

@@ -63,8 +63,8 @@ typedef struct {
     float* losses;
 } EvaluationPass;
 // Plans the batches, of at most `tokens` tokens each, for a context of T tokens. Examples with a longer choice are left
-// out.
-void evaluation_begin(EvaluationPass* pass, const Evaluation* task, int T, int64_t tokens);
+// out; false with a sentence if all are.
+bool evaluation_begin(EvaluationPass* pass, const Evaluation* task, int T, int64_t tokens, char* error);
 const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch);
 void evaluation_take(EvaluationPass* pass);
 void evaluation_end(EvaluationPass* pass);

@@ -29,8 +29,9 @@ double learning_rate(const Schedule* schedule, int64_t step);
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);
-// Chooses the others. `rate` is that of the rule over adamw's; `trained`: the weights are.
-void defaults_choose(Options* options, double rate, bool trained);
+// Chooses the others but beta3. `rate` is that of the rule over adamw's; `trained`: the weights are; `windows`: those
+// of the data.
+void defaults_choose(Options* options, double rate, bool trained, bool gpu, int64_t windows);
 #define DEFAULT_DECAY "; wte|wpe: wd=0.05"
 // Returns --override, with the decay of embeddings beside muon if --weight-decay is auto and none is named.
 const char* default_overrides(const Options* options);

@@ -279,7 +279,7 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
 
 // The prompts to be continued: each of `count`, `each` times, by up to `length` tokens.
 struct DecodePrompts {
-    int* const* tokens;
+    const int* tokens;   // of all, one after another
     const int* lengths;  // (count) of the prompts
     int count, each;
     int64_t length;
@@ -295,8 +295,10 @@ inline bool decode_prompts(Decoder* d, const DecodePrompts* p) {
         const int texts_now = total - first < d->S ? total - first : d->S;
         for (int i = 0; i < texts_now; i++) {
             const int prompt = (first + i) / p->each, used = p->lengths[prompt];
+            const int* begin = p->tokens;
+            for (int before = 0; before < prompt; before++) begin += p->lengths[before];
             int* tokens = (int*)memory_take((size_t)(used + p->length) * sizeof(int));
-            memcpy(tokens, p->tokens[prompt], used * sizeof(int));
+            memcpy(tokens, begin, used * sizeof(int));
             texts[i] = {tokens, used, first + i, 0, 0, false};
         }
         goes_on = decode_texts(d, texts, texts_now, p->length);
