@@ -713,8 +713,9 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     return !stopped;
 }
 
-// Scores the tasks of --eval. All ranks call it.
+// Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
+    if (run) signals_doing("this batch of the evaluation");
     const bool writes = *o->eval_out && m->launch->rank == 0;
     FILE* out = writes ? evaluation_out(o->eval_out, sentence) : nullptr;
     require(out || !writes, sentence);
@@ -722,10 +723,6 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
         require(evaluation_open(&task, name, tokenizer, sentence), sentence);
-        if (task.vocabulary > m->config.V) {
-            user_error("--eval %s has a vocabulary of %d tokens and the model of %d", name, task.vocabulary,
-                       m->config.V);
-        }
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -1091,28 +1088,23 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
         have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
-// --fit (data/fit.h): the model and the card of its plans.
-struct FitCase {
-    const char* folder;  // of --model DIR
-    int vocabulary;      // of --data or of the folder, else GPT-2's
-    bool bytes;
-    Device dev;
-};
+// --fit (data/fit.h).
 
-static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
+static bool fit_plan(Fit* fit, const Device* card, char* error) {
+    FitRow* row = &fit->row;
     Options* o = &row->o;
     OptimConfig config = optim_config_of(o);
     Model m = {};
-    m.dev = &c->dev;
+    m.dev = card;
     if (!optim_resolve(&config, error)) return false;
-    resolve_model(o, &m, c->vocabulary, c->bytes, "", c->folder);
+    resolve_model(o, &m, fit->vocabulary, fit->bytes, "", fit->folder);
     resolve_optim(o, &m, &config);
     if (!options_needed(o, error)) return false;
     m.arena.releases = strcmp(o->release, "on") == 0;
     if (!arena_may_part(&m.arena, &config, error)) return false;
     if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
     const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
-    row->batch = largest_batch(&m, &config, o, 512, false, c->dev.memory - taken);
+    row->batch = largest_batch(&m, &config, o, 512, false, card->memory - taken);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
     row->parameters = m.parameters;
     return true;
@@ -1120,19 +1112,20 @@ static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
 
 static int fit_main(const Options* asked) {
     char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
-    FitCase c = {};
-    static Fit fit = {asked, asked->model, nullptr, {}, {}, {}, {}, 0, 0, 0, 0};
+    static Fit fit;
+    Device card;
+    fit.asked = asked, fit.model = asked->model;
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
-    c.folder = checkpoint_model(&fit.model, false, error);
-    require(c.folder != nullptr, error);
-    c.vocabulary = *c.folder ? 0 : 50257;
+    fit.folder = checkpoint_model(&fit.model, false, error);
+    require(fit.folder != nullptr, error);
+    fit.vocabulary = *fit.folder ? 0 : 50257;
     const DataSource source = data_source(asked);
-    if (*asked->data) require(dataset_look(&source, &c.vocabulary, &c.bytes, error), error);
-    device_imagine(&c.dev, asked->fit);
+    if (*asked->data) require(dataset_look(&source, &fit.vocabulary, &fit.bytes, error), error);
+    device_imagine(&card, asked->fit);
     OptimConfig typed = optim_config_of(asked);
     require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
     if (option_given(asked, "preset")) fit.preset = typed.preset;
-    while (fit_next(&fit)) fit.row.planned = fit_plan(&c, &fit.row, *error ? later : error);
+    while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, *error ? later : error);
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
@@ -1186,11 +1179,6 @@ static void run_sample(Run* run) {
         run_say(folder, "sample   none: the model's output is not finite\n");
     }
     require(!folder->error[0], folder->error);
-}
-
-static void run_evaluation(Run* run) {
-    signals_doing("this batch of the evaluation");
-    evaluate(run->model, run->options, run->folder.tokenizer, &run->folder);
 }
 
 // True if the weights at the end of a run are useless: no step changed them, or their loss is not finite. The loss is
@@ -1272,7 +1260,7 @@ static void train(Run* run) {
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             saved_at = state->step;
         }
-        if (is_due(run, o->eval_every) && !stops(m)) run_evaluation(run);
+        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
@@ -1313,7 +1301,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, o->eval_out, sentence), sentence);
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, sentence), sentence);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);

@@ -136,11 +136,14 @@ void evaluation_close(Evaluation* e) {
     memset(e, 0, sizeof(*e));
 }
 
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error) {
     for (const char* name; (name = text_word(&names, ','));) {
         Evaluation e;
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
+        const int needs = e.vocabulary;
         evaluation_close(&e);
+        if (needs <= V) continue;
+        return data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, needs, V);
     }
     const bool there = file_exists(out), folder = folder_exists(out);
     const char* place = there ? out : path_in(path_parent(out), ".");

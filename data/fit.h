@@ -18,6 +18,9 @@ enum { FIT_PRESETS = 80 };
 typedef struct {
     const Options* asked;
     const char* model;                 // --model, or the folder that it names
+    const char* folder;                // of --model DIR, or ""
+    int vocabulary;                    // of --data or of the folder, else GPT-2's
+    bool bytes;                        // --data is read as bytes
     const char* preset;                // the only one, of which all ways are shown; NULL: the best way of each
     const char* presets[FIT_PRESETS];  // names of all, then NULL
     FitRow row;                        // the way to plan

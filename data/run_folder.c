@@ -272,7 +272,7 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                           o->data, weights, shell_word(weights));
     }
     tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[2], vocabulary);
-    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, o->eval_out, error)) &&
+    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, vocabulary, o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);
 }
