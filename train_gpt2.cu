@@ -184,6 +184,9 @@ struct Block {
 
 template <typename X, typename G>
 struct Activations {
+    int B, T;        // of this pass: sequences, and tokens of each
+    int64_t N;       // B*T
+    bool adds;       // to the gradients in memory, which it overwrites otherwise
     X *wte, *wpe;    // (Vp, C), (max_T, C)
     G *dwte, *dwpe;  // their gradients
     Block<X, G> block[MAX_LAYERS + 1];
@@ -290,6 +293,7 @@ static Activations<X, G> activations_of(const Model* m, void* base, bool train) 
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
     const int L = m->config.L, sharing = train ? m->recomputed + 1 : L;  // blocks, from the first on, that share arrays
     const bool fp8 = train && m->uses_fp8;
+    a.B = m->B, a.T = m->T, a.N = N;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
     if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
     const int64_t logits = layout.used;
@@ -330,69 +334,60 @@ static Activations<X, G> activations_of(const Model* m, void* base, bool train) 
 // Block l from its input to the GELU. The first layernorm's result is already there except when the block is computed
 // again.
 template <typename X, typename G>
-static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, int T) {
+static void block_forward(const Model* m, Activations<X, G>* a, int l) {
     const Device* dev = m->dev;
     const Block<X, G>* b = &a->block[l];
-    int64_t N = (int64_t)B * T;
-    int C = m->config.C;
-    linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, N);
-    attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, B, T, C,
-                      m->config.NH);
-    linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
-    norm_forward(named(dev, "residual + layernorm"), &b->fc.inp, &b->ln2, N, a->residual[l], a->branch, b->residual2);
-    linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, N);
+    linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, a->N);
+    attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, a->B, a->T,
+                      m->config.C, m->config.NH);
+    linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, a->N);
+    norm_forward(named(dev, "residual + layernorm"), &b->fc.inp, &b->ln2, a->N, a->residual[l], a->branch,
+                 b->residual2);
+    linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, a->N);
 }
 
 // Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
 template <typename X, typename G>
-static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens, int B, int T) {
+static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens) {
     const Device* dev = m->dev;
-    int64_t N = (int64_t)B * T;
-    int L = m->config.L, C = m->config.C;
+    const int L = m->config.L;
     arena_need(&m->arena, decoded_embeddings(L));
-    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, B, T, C);
+    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
     spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
-    norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, N, a->residual[0]);
+    norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
     for (int l = 0; l < L; l++, b++) {
-        block_forward(m, a, l, B, T);
-        linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, N);
+        block_forward(m, a, l);
+        linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
         spill_room(a->spill, l + 1);
-        norm_forward(named(dev, "residual + layernorm"), &b[1].qkv.inp, &b[1].ln1, N, b->residual2, a->branch,
+        norm_forward(named(dev, "residual + layernorm"), &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch,
                      a->residual[l + 1]);
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
-// True if this micro-batch adds to the gradients in memory. The first one of a step overwrites them, and so does each
-// one if it is reduced across ranks at once.
-static bool accumulates(const Model* m, bool first) {
-    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
-}
-
 // Losses (N) from the last layernorm, logit_rows rows of logits at a time so that their memory is bounded. With
 // `backward` the logits become their own gradient in place, from which those of its result (dbranch) and wte (dwte_sum)
-// are computed at once. dloss is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
+// are computed at once. dloss is 1 / (rows of the whole step).
 template <typename X, typename G>
-static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, int64_t N, bool backward, float dloss,
-                        bool first) {
+static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, bool backward, float dloss) {
     const Device* dev = m->dev;
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     X* lnf = a->block[L].qkv.inp.values;
     Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
                                               m->dwte_sum, dloss, C, Vp);
-    for (int64_t row = 0; row < N; row += m->logit_rows) {
-        int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
+    for (int64_t row = 0; row < a->N; row += m->logit_rows) {
+        int64_t rows = a->N - row < m->logit_rows ? a->N - row : m->logit_rows;
         head.inp.values = lnf + row * C;
         linear_forward(named(dev, "head"), a->logits, &head, rows);
         classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
                    operand_codes(&head.dout));
         if (!backward) continue;
         if (row == 0) arena_room(&m->arena, L);
-        linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, accumulates(m, first) || row > 0);
+        linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, a->adds || row > 0);
     }
 }
 
@@ -401,19 +396,19 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
 // Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
 // the block's output at first.
 template <typename X, typename G>
-static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, int T, bool adds) {
+static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     const Device* dev = m->dev;
     Block<X, G>* b = &a->block[l];
     const Operand<X>* gelu = &b->fcproj.inp;
-    int64_t N = (int64_t)B * T;
-    int C = m->config.C;
+    const int64_t N = a->N;
+    const bool adds = a->adds;
     if (l < m->recomputed) {
         norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, N, a->residual[l]);
-        block_forward(m, a, l, B, T);
+        block_forward(m, a, l);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
     if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
-        linear_gelu_again(dev, gelu, b->pre_gelu, N, 4 * C);
+        linear_gelu_again(dev, gelu, b->pre_gelu, N, b->fc.OC);
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
@@ -422,47 +417,47 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, i
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
-                       b->attproj.inp.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&b->qkv.dout));
+                       b->attproj.inp.values, b->lse, a->B, a->T, m->config.C, m->config.NH, adds,
+                       operand_codes(&b->qkv.dout));
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
-// Computes the gradients of all parameters from dbranch, that of the last layernorm's result. The first micro-batch of
-// a step overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with
-// several micro-batches G is float, unless --grads bf16 asks for less memory.
+// Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
+// and are rounded to G once per micro-batch; with several micro-batches G is float, unless --grads bf16 asks for less
+// memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets, int B, int T, bool first) {
+static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     const Device* dev = m->dev;
-    int64_t N = (int64_t)B * T;
-    int L = m->config.L, C = m->config.C;
-    bool adds = accumulates(m, first);
-    device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
+    const int L = m->config.L, C = m->config.C;
+    device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
         if (l < L) {
             arena_need(&m->arena, l, l - 1);
             spill_need(a->spill, l);
-            block_backward(m, a, l, B, T, adds);
+            block_backward(m, a, l);
         }
         if (l > 0) arena_room(&m->arena, l - 1);
         norm_backward(named(dev, "layernorm backward"), a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
-                      l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, N, adds);
+                      l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l < L ? l : decoded_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
-                             m->input.order, m->input.bucket, buckets, B, T, C, m->config.Vp, adds);
+                             m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
     arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
+// gradients of loss * share to m->arena.grads. The first one of a step overwrites these, and so does each one if it is
+// reduced across ranks at once. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
     Activations<X, G> a = activations_of<X, G>(m, m->activations, train);
-    int64_t N = (int64_t)B * m->T;
-    gpt2_forward(m, &a, m->input.tokens, B, m->T);
-    gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
-    loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward(m, &a, buckets, B, m->T, first);
+    a.B = B, a.N = (int64_t)B * a.T, a.adds = !first && !shard_splits(m->arena.shard, SHARD_GRADS);
+    gpt2_forward(m, &a, m->input.tokens);
+    gpt2_losses(m, &a, m->input.targets, train, share / (float)a.N);
+    loss_mean(m->dev, m->scalars, m->losses, a.N, !first, share / (float)a.N);
+    if (train) gpt2_backward(m, &a, buckets);
 }
 
 static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
@@ -481,8 +476,9 @@ static void gpt2_score(const Model* m, const int* tokens, int B, int T, const in
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
                                input->targets,      input->bucket, m->losses};
-    copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
-    gpt2_forward(m, &a, input->tokens, B, T);
+    a.B = B, a.T = T, a.N = (int64_t)B * T;
+    copy_to_device(m->dev, input->tokens, tokens, a.N * (int64_t)sizeof(int));
+    gpt2_forward(m, &a, input->tokens);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].qkv.inp.values, a.wte, places, targets, count,
                     &room, m->config.C, m->config.V, m->config.Vp);
