@@ -341,8 +341,7 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l) {
     attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, a->B, a->T,
                       m->config.C, m->config.NH);
     linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, a->N);
-    norm_forward(named(dev, "residual + layernorm"), &b->fc.inp, &b->ln2, a->N, a->residual[l], a->branch,
-                 b->residual2);
+    norm_forward(dev, &b->fc.inp, &b->ln2, a->N, a->residual[l], a->branch, b->residual2);
     linear_forward_gelu(named(dev, "fc + gelu"), &b->fcproj.inp, b->pre_gelu, &b->fc, a->N);
 }
 
@@ -356,14 +355,13 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
     spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
-    norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
+    norm_forward(dev, &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
     for (int l = 0; l < L; l++, b++) {
         block_forward(m, a, l);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
         spill_room(a->spill, l + 1);
-        norm_forward(named(dev, "residual + layernorm"), &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch,
-                     a->residual[l + 1]);
+        norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
@@ -403,7 +401,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     const int64_t N = a->N;
     const bool adds = a->adds;
     if (l < m->recomputed) {
-        norm_forward(named(dev, "residual + layernorm"), &b->qkv.inp, &b->ln1, N, a->residual[l]);
+        norm_forward(dev, &b->qkv.inp, &b->ln1, N, a->residual[l]);
         block_forward(m, a, l);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
@@ -412,8 +410,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
-    norm_backward(named(dev, "layernorm backward"), a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj,
-                  a->scratch, N, adds);
+    norm_backward(dev, a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj, a->scratch, N, adds);
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
@@ -437,7 +434,7 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
             block_backward(m, a, l);
         }
         if (l > 0) arena_room(&m->arena, l - 1);
-        norm_backward(named(dev, "layernorm backward"), a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
+        norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
                       l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l < L ? l : decoded_final(L));
@@ -733,7 +730,6 @@ struct Run {
     Options asked;  // as typed or resumed, before resolve()
     Resume resume;
     const Launch* launch;
-    const char* model_folder;  // --model DIR, with the first weights; "": they are drawn, or a checkpoint's
     Device dev;
     Shard shard;
     Model* model;
@@ -1018,7 +1014,7 @@ static void resolve(Run* run) {
     int vocabulary;
     bool bytes;
     require(dataset_look(&source, &vocabulary, &bytes, sentence), sentence);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[1]);
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, sentence), sentence);
     run->folder.sources[2] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
@@ -1329,8 +1325,8 @@ static void model_begin(Run* run) {
         checkpoint_read(run, run->resume.state, run->resume.from);
         snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
         run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
-    } else if (*run->model_folder) {
-        model_read(m, run->model_folder);
+    } else if (*run->folder.sources[1]) {
+        model_read(m, run->folder.sources[1]);
     } else {
         const char* model = run->options->model;
         if (file_exists(path_in(model, "model.safetensors"))) {
@@ -1391,10 +1387,9 @@ static int train_main(Options* o, const Launch* launch) {
     static Run run;
     run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
-    run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, sentence);
-    require(run.model_folder && resume_intent(o, *run.model_folder, sentence), sentence);
-    const char** sources = run.folder.sources;
-    sources[0] = run.resume.from, sources[1] = run.model_folder;
+    const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
+    sources[0] = run.resume.from, sources[1] = run.resume.state ? "" : checkpoint_model(&o->model, false, sentence);
+    require(sources[1] && resume_intent(o, *sources[1], sentence), sentence);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
@@ -1452,12 +1447,7 @@ int main(int argc, char** argv) {
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     memory_start_threads();
     const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
-    for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
-        if (!evaluates || !option_given(&options, other)) continue;
-        user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
-                   other);
-    }
-    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
+    const int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
     launch_leave(&launch);
     return code;
 }

@@ -4,6 +4,7 @@
 #include "fp8.cuh"
 #include "layernorm.cuh"
 #include "matmul.cuh"
+#include "profile.h"
 #ifdef __CUDACC__
 #include "matmul_gelu_fp8.cuh"
 #endif
@@ -83,8 +84,8 @@ struct Norm {
 template <typename X, typename G>
 void norm_forward(const Device* dev, const Operand<X>* out, const Norm<X, G>* n, int64_t N, const X* inp,
                   const X* branch = nullptr, X* residual = nullptr) {
-    residual_layernorm_forward(dev, residual, out->values, n->mean, n->rstd, inp, branch, n->weight, n->bias, N, n->C,
-                               operand_codes(out));
+    residual_layernorm_forward(named(dev, "residual + layernorm"), residual, out->values, n->mean, n->rstd, inp, branch,
+                               n->weight, n->bias, N, n->C, operand_codes(out));
 }
 
 // Adds the gradient of inp to dinp, from dout, that of inp's normalised rows. dinp is then the gradient of the output
@@ -92,8 +93,9 @@ void norm_forward(const Device* dev, const Operand<X>* out, const Norm<X, G>* n,
 template <typename X, typename G>
 void norm_backward(const Device* dev, X* dinp, const X* dout, const Norm<X, G>* n, const X* inp,
                    const Linear<X, G>* below, float* scratch, int64_t N, bool accumulate) {
-    layernorm_backward(dev, dinp, n->dweight, n->dbias, below ? below->dbias : nullptr, scratch, dout, inp, n->weight,
-                       n->mean, n->rstd, N, n->C, accumulate, below ? operand_codes(&below->dout) : Fp8Codes{});
+    layernorm_backward(named(dev, "layernorm backward"), dinp, n->dweight, n->dbias, below ? below->dbias : nullptr,
+                       scratch, dout, inp, n->weight, n->mean, n->rstd, N, n->C, accumulate,
+                       below ? operand_codes(&below->dout) : Fp8Codes{});
 }
 
 // out: (N, OC) = inp weight^T + bias
