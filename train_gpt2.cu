@@ -797,7 +797,7 @@ static Options options_saved(const Run* run) {
 static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
                                     const SafetensorsTensor* arrays, int count) {
     constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
-    void* values = memory_take(PIECE + m->largest * sizeof(float));
+    void* values = memory_take(std::max(PIECE, m->largest * (int64_t)sizeof(float)));
     bool ok = true;
     for (int t = 0; t < m->arena.count && ok; t++) {
         optim_saved_weights(saved, t, values);

@@ -64,11 +64,12 @@ template <typename X, typename G>
 void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, bool made,
                 bool dmade) {
     Fp8* f = use->scales;
-    uint8_t* rows = codes ? (uint8_t*)codes : use->weight;
-    const auto by_rows = [](bool there) { return there ? FP8_BY_ROWS : FP8_NOTHING; };
-    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot, FP8_E4M3, FP8_COPY, by_rows(made)};
-    l->weight = {weight, rows, use->weight, f, slot + FP8_WEIGHT, FP8_E4M3, FP8_COPY, by_rows(codes)};
-    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT, FP8_E4M3, FP8_COPY, by_rows(dmade)};
+    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot};
+    l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, f, slot + FP8_WEIGHT};
+    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT};
+    if (made) l->inp.made = FP8_BY_ROWS;
+    if (codes) l->weight.made = FP8_BY_ROWS;
+    if (dmade) l->dout.made = FP8_BY_ROWS;
     if (f) l->dout.type = f->gradients;
 }
 
