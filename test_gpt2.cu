@@ -116,7 +116,7 @@ static float scalar(const Model* m, int i) {
 // A step with the gradients that are there.
 static void update(Model* m, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
-    arena_step(&m->arena, m->scalars);
+    arena_step(&m->arena);
 }
 
 // Returns the arena of gradients as fp32 in host memory.

@@ -37,8 +37,7 @@
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
-#include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
-#include "kernels/linear_fp8.cuh"   // Linear, linear_forward, linear_backward, ...: in bf16, fp32 or fp8
+#include "kernels/linear_fp8.cuh"   // Linear, Norm, linear_forward, norm_forward, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
@@ -53,10 +52,11 @@ extern "C" const char corpus_end[];
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
-constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
+static char sentence[DATA_ERROR_BYTES];  // about what has failed, with which the program ends
+constexpr int64_t AUTO = OPTION_AUTO;    // a number that is left to the program: resolve() replaces it
 
 // Returns the options' optimizer. Names that the preset chooses are ""; numbers that are
-// `auto` have a stand-in until resolve_length.
+// `auto` have a stand-in until defaults_choose.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -80,9 +80,8 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
-    char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    require(optim_resolve(config, sentence), sentence);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -111,7 +110,7 @@ struct Model {
     int recomputed;           // blocks, from the first on, that the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
-    Fp8 fp8;                  // their scales
+    Fp8 fp8;                  // their scales, which the arena opens
 
     bool spills;  // the residual stream is in host memory
     Spill spill;
@@ -119,9 +118,10 @@ struct Model {
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
+    int64_t largest;      // of these sizes
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
-    void* activations;  // laid out by activations_layout
+    void* activations;  // laid out by activations_of
     Input input;        // a micro-batch
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
@@ -151,12 +151,15 @@ static void config_tensors(Model* model) {
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
-    model->parameters = 0;
+    a->fp8 = model->uses_fp8 ? &model->fp8 : nullptr;
+    model->fp8.slots = fp8_slot(c->L, QKV) + FP8_SLOTS;
+    model->parameters = model->largest = 0;
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
         a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
         model->parameters += t->rows * t->cols;
+        if (t->rows * t->cols > model->largest) model->largest = t->rows * t->cols;
     }
     for (int i = 0; i < c->L * BLOCK_MATRICES && model->uses_fp8; i++) {
         a->slot[weight_tensor(i / BLOCK_MATRICES, i % BLOCK_MATRICES)] = i * FP8_SLOTS + FP8_WEIGHT;
@@ -165,13 +168,6 @@ static void config_tensors(Model* model) {
 }
 
 // The tensors that a micro-batch's passes use. Weights are valid once arena_need has been called for their layer.
-
-template <typename X, typename G>
-struct Norm {
-    X *weight, *bias;    // (C)
-    G *dweight, *dbias;  // (C)
-    float *mean, *rstd;  // (N)
-};
 
 // A block: its parameters, their gradients, and the results that the forward pass keeps for the backward pass. The
 // input of a linear layer is the output of what comes before it. The last layernorm is the first one of a block L that
@@ -188,6 +184,9 @@ struct Block {
 
 template <typename X, typename G>
 struct Activations {
+    int B, T;        // of this pass: sequences, and tokens of each
+    int64_t N;       // B*T
+    bool adds;       // to the gradients in memory, which it overwrites otherwise
     X *wte, *wpe;    // (Vp, C), (max_T, C)
     G *dwte, *dwpe;  // their gradients
     Block<X, G> block[MAX_LAYERS + 1];
@@ -199,7 +198,7 @@ struct Activations {
     void* dequant_buffer;         // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
     // backward only
     X* dresidual;    // (N, C) gradient of the residual stream
-    X* dbranch;      // (N, C)
+    X* dbranch;      // (N, C) in the place of `branch`
     X* dwide;        // (N, 4C) gradient of pre_gelu; of qkv_out in its first 3C
     float* scratch;  // of the operator that runs
     int64_t bytes;
@@ -218,10 +217,37 @@ static int64_t scratch_bytes(const Model* m) {
     return most;
 }
 
+// Finds tensor t's weights and, if the model trains, their gradients.
+template <typename X, typename G>
+static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
+    *weights = (X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X));
+    *gradients = m->arena.grads ? (G*)arena_at(&m->arena, m->arena.grads, t, sizeof(G)) : nullptr;
+}
+
+template <typename X, typename G>
+static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
+    norm->C = m->config.C;
+    tensor_at(m, t, &norm->weight, &norm->dweight);
+    tensor_at(m, t + 1, &norm->bias, &norm->dbias);
+}
+
+// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
+// make the codes of the input and of dout.
+template <typename X, typename G>
+static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
+                      X* dout, bool made, bool dmade) {
+    const int t = weight_tensor(l, matrix);
+    X* weight;
+    tensor_at(m, t, &weight, &linear->dweight);
+    tensor_at(m, t + 1, &linear->bias, &linear->dbias);
+    linear->C = C, linear->OC = OC;
+    linear_set(use, linear, fp8_slot(l, matrix), weight, arena_codes(&m->arena, t), dout, made, dmade);
+}
+
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
 // what its products read, and all share the arrays that these codes are made of.
 template <typename X, typename G>
-static Block<X, G> block_layout(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
+static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
     Block<X, G> b = {};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
     const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
@@ -242,254 +268,193 @@ static Block<X, G> block_layout(const Model* m, Layout* layout, const Block<X, G
     return b;
 }
 
-// Lays out the activations of m->B x m->T tokens from `base` on; with base NULL only `bytes` of the result has a
-// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, blocks that
-// are computed again, and the first that is kept, share buffers; the forward pass leaves the kept one there.
+// Sets the parameters of block l, and what its products read.
 template <typename X, typename G>
-static Activations<X, G> activations_layout(const Model* m, void* base, bool backward) {
+static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
+    const int C = m->config.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
+    const Fp8Use* use = &a->fp8;
+    const bool makes = use->producers_quantize;
+    norm_at(m, t, &b->ln1);
+    norm_at(m, t + 6, &b->ln2);
+    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention_quantizes);
+    linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, false, makes);
+    linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, false);
+    linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, false, makes);
+    linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
+}
+
+// Returns what passes over m->B x m->T tokens work with, laid out from `base` on. This one function gives the memory
+// plan, the allocation and the pointers; with base NULL only `bytes` has a meaning. With recompute=block, blocks that
+// are computed again, and the first that is kept, share arrays; the forward pass leaves the kept one there.
+template <typename X, typename G>
+static Activations<X, G> activations_of(const Model* m, void* base, bool train) {
     Activations<X, G> a = {};
     Layout layout = {(char*)base, 0};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
-    const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
-    const bool fp8 = backward && m->uses_fp8;
-    a.dequant_buffer = layout_take<char>(&layout, backward ? 0 : m->arena.dequant_bytes);
-    // Without backward the stream needs two places: a block's input and output.
-    const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
-    a.spill = backward && m->spills ? &m->spill : nullptr;
-    a.residual[0] = layout_take<X>(&layout, N * C);
-    for (int l = 0; l < m->config.L; l++) {
-        a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
-        a.block[l] = l > 0 && l < sharing ? a.block[0] : block_layout(m, &layout, &a.block[0], l, fp8);
-    }
-    Block<X, G>* last = &a.block[m->config.L];
-    last->ln1.mean = layout_take<float>(&layout, N), last->ln1.rstd = layout_take<float>(&layout, N);
-    last->qkv.inp = {layout_take<X>(&layout, N * C)};
-    a.branch = layout_take<X>(&layout, N * C);
-    a.fp8 = fp8 ? linear_use(&layout, N, (int)C) : Fp8Use{};
-    const int64_t blocks = layout.used;
+    const int L = m->config.L, sharing = train ? m->recomputed + 1 : L;  // blocks, from the first on, that share arrays
+    const bool fp8 = train && m->uses_fp8;
+    a.B = m->B, a.T = m->T, a.N = N;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
     if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
-    a.bytes = layout.used;
-    if (!backward) return a;
-    layout.used = blocks;  // the blocks' backward pass begins when the logits are done, and takes their place
-    a.dresidual = layout_take<X>(&layout, N * C);
-    a.dbranch = a.branch;  // which the forward pass, also that of a block that is computed again, no longer needs
-    a.dwide = layout_take<X>(&layout, N * 4 * C);
-    if (fp8) a.fp8.drows = layout_take<uint8_t>(&layout, N * 4 * C);
-    if (fp8) a.fp8.dcolumns = layout_take<uint8_t>(&layout, N * 4 * C);
-    a.scratch = (float*)layout_take<char>(&layout, scratch_bytes<X>(m));
-    a.bytes = layout.used > a.bytes ? layout.used : a.bytes;
-    return a;
-}
-
-// Finds tensor t's weights and, if the model trains, their gradients.
-template <typename X, typename G>
-static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
-    *weights = (X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X));
-    *gradients = m->arena.grads ? (G*)arena_at(&m->arena, m->arena.grads, t, sizeof(G)) : nullptr;
-}
-
-template <typename X, typename G>
-static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
-    tensor_at(m, t, &norm->weight, &norm->dweight);
-    tensor_at(m, t + 1, &norm->bias, &norm->dbias);
-}
-
-// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
-// make the codes of the input and of dout.
-template <typename X, typename G>
-static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
-                      X* dout, bool made, bool dmade) {
-    const int slot = fp8_slot(l, matrix), t = weight_tensor(l, matrix);
-    X* weight;
-    tensor_at(m, t, &weight, &linear->dweight);
-    tensor_at(m, t + 1, &linear->bias, &linear->dbias);
-    linear->C = C, linear->OC = OC;
-    linear->inp = linear_input(use, slot, linear->inp.values, linear->inp.columns, made);
-    linear->weight = linear_weight(use, slot, weight, arena_codes(&m->arena, t));
-    linear->dout = linear_gradient(use, slot, dout, dmade);
-}
-
-// Returns what a micro-batch works with.
-template <typename X, typename G>
-static Activations<X, G> activations_of(const Model* m, bool train) {
-    Activations<X, G> a = activations_layout<X, G>(m, m->activations, train);
-    const int L = m->config.L, C = m->config.C;
-    Fp8Use* use = &a.fp8;
-    arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
-    if (train && m->uses_fp8) {
-        linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), (int64_t)m->B * m->T, C);
+    const int64_t logits = layout.used;
+    layout.used = 0;  // the blocks' backward pass begins when the logits are done, and takes their place
+    a.dresidual = layout_take<X>(&layout, train ? N * C : 0);
+    a.dwide = layout_take<X>(&layout, train ? N * 4 * C : 0);
+    if (fp8) linear_use_gradients(&layout, &a.fp8, N, (int)C);
+    a.scratch = (float*)layout_take<char>(&layout, train ? scratch_bytes<X>(m) : 0);
+    if (layout.used < logits) layout.used = logits;
+    if (fp8) {
+        linear_use_begin(&layout, &a.fp8, m->dev, (Fp8*)&m->fp8, base && attention_backward_codes(m->dev), N, (int)C);
     }
-    const bool makes = use->producers_quantize;
+    a.dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
+    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    a.branch = a.dbranch = layout_take<X>(&layout, N * C);  // the backward pass no longer needs it
+    a.spill = train && m->spills ? &m->spill : nullptr;
+    // Without a backward pass the stream needs two places: a block's input and output.
+    const int places = !train ? 2 : m->spills && L >= SPILL_PLACES ? SPILL_PLACES : L + 1;
+    a.residual[0] = layout_take<X>(&layout, N * C);
+    for (int l = 0; l < L; l++) {
+        a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
+        a.block[l] = l > 0 && l < sharing ? a.block[0] : block_arrays(m, &layout, a.block, l, fp8);
+        if (base) block_parameters(m, &a, &a.block[l], l);
+    }
+    Block<X, G>* last = &a.block[L];
+    last->ln1.mean = layout_take<float>(&layout, N), last->ln1.rstd = layout_take<float>(&layout, N);
+    last->qkv.inp = {layout_take<X>(&layout, N * C)};
+    a.bytes = layout.used;
+    if (!base) return a;
+    norm_at(m, m->arena.count - 2, &last->ln1);
     tensor_at(m, WTE, &a.wte, &a.dwte);
     tensor_at(m, WPE, &a.wpe, &a.dwpe);
-    for (int l = 0; l < L; l++) {
-        Block<X, G>* b = &a.block[l];
-        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS, &b->ln1);
-        norm_at(m, FIRST_BLOCK + l * BLOCK_TENSORS + 6, &b->ln2);
-        linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a.dwide, makes, use->attention_quantizes);
-        linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a.dresidual, false, makes);
-        linear_at(m, use, &b->fc, l, FC, C, 4 * C, a.dwide, makes, false);
-        linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a.dresidual, false, makes);
-        linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
-    }
-    norm_at(m, m->arena.count - 2, &a.block[L].ln1);
     return a;
 }
 
 // Forward.
 
-// out: the normalised rows of inp1 + inp2, which goes to `residual`, or of inp1 if inp2 is NULL.
-template <typename X, typename G>
-static void norm_forward(const Device* dev, const Norm<X, G>* norm, X* residual, const Operand<X>* out, const X* inp1,
-                         const X* inp2, int64_t N, int C) {
-    residual_layernorm_forward(named(dev, "residual + layernorm"), residual, out->values, norm->mean, norm->rstd, inp1,
-                               inp2, norm->weight, norm->bias, N, C, operand_codes(out));
-}
-
 // Block l from its input to the GELU. The first layernorm's result is already there except when the block is computed
 // again.
 template <typename X, typename G>
-static void block_forward(const Model* m, Activations<X, G>* a, int l, int B, int T) {
+static void block_forward(const Model* m, Activations<X, G>* a, int l) {
     const Device* dev = m->dev;
     const Block<X, G>* b = &a->block[l];
-    int64_t N = (int64_t)B * T;
-    int C = m->config.C;
-    linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, N);
-    attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, B, T, C,
-                      m->config.NH);
-    linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, N);
-    norm_forward(dev, &b->ln2, b->residual2, &b->fc.inp, a->residual[l], a->branch, N, C);
-    linear_forward(named(dev, "fc + gelu"), b->pre_gelu, &b->fc, N, &b->fcproj.inp);
+    linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, a->N);
+    attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, a->B, a->T,
+                      m->config.C, m->config.NH);
+    linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, a->N);
+    norm_forward(dev, &b->fc.inp, &b->ln2, a->N, a->residual[l], a->branch, b->residual2);
+    linear_forward(named(dev, "fc + gelu"), b->pre_gelu, &b->fc, a->N, &b->fcproj.inp);
 }
 
 // Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
 template <typename X, typename G>
-static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens, int B, int T) {
+static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens) {
     const Device* dev = m->dev;
-    int64_t N = (int64_t)B * T;
-    int L = m->config.L, C = m->config.C;
+    const int L = m->config.L;
     arena_need(&m->arena, decoded_embeddings(L));
-    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, B, T, C);
+    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
     spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
-    norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[0], (const X*)nullptr, N, C);
+    norm_forward(dev, &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
     for (int l = 0; l < L; l++, b++) {
-        block_forward(m, a, l, B, T);
-        linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, N);
+        block_forward(m, a, l);
+        linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
         spill_room(a->spill, l + 1);
-        norm_forward(dev, &b[1].ln1, a->residual[l + 1], &b[1].qkv.inp, b->residual2, a->branch, N, C);
+        norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
-// True if this micro-batch adds to the gradients in memory. The first one of a step overwrites them, and so does each
-// one if it is reduced across ranks at once.
-static bool accumulates(const Model* m, bool first) {
-    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
-}
-
 // Losses (N) from the last layernorm, logit_rows rows of logits at a time so that their memory is bounded. With
 // `backward` the logits become their own gradient in place, from which those of its result (dbranch) and wte (dwte_sum)
-// are computed at once. dloss is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
+// are computed at once. dloss is 1 / (rows of the whole step).
 template <typename X, typename G>
-static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, int64_t N, bool backward, float dloss,
-                        bool first) {
+static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, bool backward, float dloss) {
     const Device* dev = m->dev;
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     X* lnf = a->block[L].qkv.inp.values;
     Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
                                               m->dwte_sum, dloss, C, Vp);
-    for (int64_t row = 0; row < N; row += m->logit_rows) {
-        int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
+    for (int64_t row = 0; row < a->N; row += m->logit_rows) {
+        int64_t rows = a->N - row < m->logit_rows ? a->N - row : m->logit_rows;
         head.inp.values = lnf + row * C;
         linear_forward(named(dev, "head"), a->logits, &head, rows);
         classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
                    operand_codes(&head.dout));
         if (!backward) continue;
         if (row == 0) arena_room(&m->arena, L);
-        linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, accumulates(m, first) || row > 0);
+        linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, a->adds || row > 0);
     }
 }
 
 // Backward.
 
-// Adds the gradient of inp to dresidual, from dbranch, the gradient of inp's normalised rows. dresidual is then the
-// gradient of the output of the linear layer `below`, whose bias gradient comes from it as column sums.
-template <typename X, typename G>
-static void norm_backward(const Device* dev, const Activations<X, G>* a, const Norm<X, G>* norm, const X* inp,
-                          const Linear<X, G>* below, int64_t N, int C, bool adds) {
-    layernorm_backward(named(dev, "layernorm backward"), a->dresidual, norm->dweight, norm->dbias,
-                       below ? below->dbias : nullptr, a->scratch, a->dbranch, inp, norm->weight, norm->mean,
-                       norm->rstd, N, C, adds, below ? operand_codes(&below->dout) : Fp8Codes{});
-}
-
 // Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
 // the block's output at first.
 template <typename X, typename G>
-static void block_backward(const Model* m, Activations<X, G>* a, int l, int B, int T, bool adds) {
+static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     const Device* dev = m->dev;
     Block<X, G>* b = &a->block[l];
     const Operand<X>* gelu = &b->fcproj.inp;
-    int64_t N = (int64_t)B * T;
-    int C = m->config.C;
+    const int64_t N = a->N;
+    const bool adds = a->adds;
     if (l < m->recomputed) {
-        norm_forward(dev, &b->ln1, (X*)nullptr, &b->qkv.inp, a->residual[l], (const X*)nullptr, N, C);
-        block_forward(m, a, l, B, T);
+        norm_forward(dev, &b->qkv.inp, &b->ln1, N, a->residual[l]);
+        block_forward(m, a, l);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
     if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
-        linear_gelu_again(dev, gelu, b->pre_gelu, N, 4 * C);
+        linear_gelu_again(dev, gelu, b->pre_gelu, N, b->fc.OC);
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
-    norm_backward(dev, a, &b->ln2, b->residual2, &b->attproj, N, C, adds);
+    norm_backward(dev, a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj, a->scratch, N, adds);
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
-                       b->attproj.inp.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&b->qkv.dout));
+                       b->attproj.inp.values, b->lse, a->B, a->T, m->config.C, m->config.NH, adds,
+                       operand_codes(&b->qkv.dout));
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
-// Computes the gradients of all parameters from dbranch, that of the last layernorm's result. The first micro-batch of
-// a step overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with
-// several micro-batches G is float, unless --grads bf16 asks for less memory.
+// Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
+// and are rounded to G once per micro-batch; with several micro-batches G is float, unless --grads bf16 asks for less
+// memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets, int B, int T, bool first) {
+static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     const Device* dev = m->dev;
-    int64_t N = (int64_t)B * T;
-    int L = m->config.L, C = m->config.C;
-    bool adds = accumulates(m, first);
-    device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
+    const int L = m->config.L, C = m->config.C;
+    device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
         if (l < L) {
             arena_need(&m->arena, l, l - 1);
             spill_need(a->spill, l);
-            block_backward(m, a, l, B, T, adds);
+            block_backward(m, a, l);
         }
         if (l > 0) arena_room(&m->arena, l - 1);
-        norm_backward(dev, a, &a->block[l].ln1, a->residual[l], l > 0 ? &a->block[l - 1].fcproj : nullptr, N, C, adds);
+        norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
+                      l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l < L ? l : decoded_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
-                             m->input.order, m->input.bucket, buckets, B, T, C, m->config.Vp, adds);
+                             m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
     arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
+// gradients of loss * share to m->arena.grads. The first one of a step overwrites these, and so does each one if it is
+// reduced across ranks at once. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
-    Activations<X, G> a = activations_of<X, G>(m, train);
-    int64_t N = (int64_t)B * m->T;
-    gpt2_forward(m, &a, m->input.tokens, B, m->T);
-    gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
-    loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward(m, &a, buckets, B, m->T, first);
+    Activations<X, G> a = activations_of<X, G>(m, m->activations, train);
+    a.B = B, a.N = (int64_t)B * a.T, a.adds = !first && !shard_splits(m->arena.shard, SHARD_GRADS);
+    gpt2_forward(m, &a, m->input.tokens);
+    gpt2_losses(m, &a, m->input.targets, train, share / (float)a.N);
+    loss_mean(m->dev, m->scalars, m->losses, a.N, !first, share / (float)a.N);
+    if (train) gpt2_backward(m, &a, buckets);
 }
 
 static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
@@ -503,19 +468,20 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
 template <typename X>
 static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
                        int count, float* losses, int* likeliest) {
-    Activations<X, float> a = activations_of<X, float>(m, false);
+    Activations<X, float> a = activations_of<X, float>(m, m->activations, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
                                input->targets,      input->bucket, m->losses};
-    copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
-    gpt2_forward(m, &a, input->tokens, B, T);
+    a.B = B, a.T = T, a.N = (int64_t)B * T;
+    copy_to_device(m->dev, input->tokens, tokens, a.N * (int64_t)sizeof(int));
+    gpt2_forward(m, &a, input->tokens);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].qkv.inp.values, a.wte, places, targets, count,
                     &room, m->config.C, m->config.V, m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/schedule.h) adds up the same figures that model_allocate uses.
+// Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
@@ -527,8 +493,8 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     const bool fp32 = m->arena.type == OPTIM_FP32;
     const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
     const auto bytes = [&](bool train) {
-        return fp32 ? activations_layout<float, float>(m, nullptr, train).bytes
-                    : activations_layout<bf16, float>(m, nullptr, train).bytes;
+        return fp32 ? activations_of<float, float>(m, nullptr, train).bytes
+                    : activations_of<bf16, float>(m, nullptr, train).bytes;
     };
     const int64_t passes = backward && bytes(true) > bytes(false) ? bytes(true) : bytes(false);
     return decoder > passes ? decoder : passes;
@@ -539,23 +505,17 @@ static int64_t residual_bytes(const Model* m) {
     return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
 }
 
-static int fp8_slots(const Model* m) {
-    return fp8_slot(m->config.L, QKV) + FP8_SLOTS;
-}
-
 static int64_t wte_sum_bytes(const Model* m) {
     return m->arena.grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
 }
 
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    const ArenaBytes arena = arena_bytes(&m->arena, config);
-    MemoryPlan plan;
-    plan.weights = arena.weights, plan.states = arena.states, plan.host = arena.host;
+    MemoryPlan plan = arena_bytes(&m->arena, config);
     if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
-    plan.grads = arena.grads + wte_sum_bytes(m);
+    plan.grads += wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
-    plan.other = input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                 (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
+    plan.other += input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
+                  (m->dev->gpu ? WORKSPACE_BYTES : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
@@ -576,15 +536,10 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
     if (config && m->spills) spill_open(&m->spill, m->dev, m->config.L, residual_bytes(m));
-    if (!config || !m->uses_fp8) return;
-    void* scales = device_alloc(m->dev, fp8_bytes(fp8_slots(m)));
-    device_zero(m->dev, scales, fp8_bytes(fp8_slots(m)));
-    m->fp8 = fp8_open(fp8_slots(m), m->fp8.gradients, scales);
-    arena_scales(&m->arena, m->fp8.stored, m->fp8.slots);
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars, m->fp8.scale_inv};
+    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars};
     for (void* block : memory) device_free(m->dev, block);
     if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
@@ -613,12 +568,7 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
 // Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
 // the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
 static void model_init(Model* m, uint64_t seed) {
-    int64_t largest = 0;
-    for (int t = 0; t < m->arena.count; t++) {
-        const int64_t n = m->arena.tensors[t].rows * m->arena.tensors[t].cols;
-        largest = n > largest ? n : largest;
-    }
-    float* values = (float*)memory_take((size_t)largest * sizeof(float));
+    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
@@ -638,13 +588,8 @@ static void model_init(Model* m, uint64_t seed) {
 // which wait for each other, it completes the step and all find SCALAR_BAD. Nothing changes then.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
-    if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
-    if (m->arena.scales_apart) {
-        shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
-        fp8_event(m->dev, &m->fp8, FP8_AGREE);
-    }
     for (int64_t i = 0; i < micro_batches; i++) {
-        arena_micro_batch(&m->arena, i, micro_batches);
+        shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &m->input);
         if (buckets < 0 && !m->arena.shard) return false;
@@ -652,11 +597,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0) buckets = input_blank(m->dev, &m->input);
         micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
-    arena_step(&m->arena, m->scalars);
-    if (!m->uses_fp8) return true;
-    shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, SHARD_MAX);
-    shard_all_reduce(m->arena.shard, m->fp8.amax + m->fp8.slots, 1, SHARD_SUM);
-    fp8_event(m->dev, &m->fp8, FP8_END, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
+    arena_step(&m->arena);
     return true;
 }
 
@@ -732,10 +673,6 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void broadcast_bytes(void* model, void* bytes, int64_t count) {
-    launch_broadcast(((const Model*)model)->launch, bytes, count);
-}
-
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
@@ -744,9 +681,8 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
-    char error[DATA_ERROR_BYTES];
     EvaluationPass pass;
-    evaluation_begin(&pass, task, m->T, tokens);
+    require(evaluation_begin(&pass, task, m->T, tokens, sentence), sentence);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -762,32 +698,24 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     const EvaluationResult result = evaluation_result(&pass);
     if (rank == 0 && !stopped) {
         const double seconds = seconds_now() - began;
-        if (result.examples == 0) {
-            user_error("--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
-                       task->name, m->T);
-        }
-        if (run) report_evaluation(run, &result, seconds);
+        require(!run || report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, error), error);
+        require(!out || evaluation_write(out, &pass, sentence), sentence);
     }
     evaluation_end(&pass);
     return !stopped;
 }
 
-// Scores the tasks of --eval. All ranks call it.
+// Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    char error[DATA_ERROR_BYTES];
+    if (run) signals_doing("this batch of the evaluation");
     const bool writes = *o->eval_out && m->launch->rank == 0;
-    FILE* out = writes ? evaluation_out(o->eval_out, error) : nullptr;
-    require(out || !writes, error);
+    FILE* out = writes ? evaluation_out(o->eval_out, sentence) : nullptr;
+    require(out || !writes, sentence);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        require(evaluation_open(&task, name, tokenizer, error), error);
-        if (task.vocabulary > m->config.V) {
-            user_error("--eval %s has a vocabulary of %d tokens and the model of %d", name, task.vocabulary,
-                       m->config.V);
-        }
+        require(evaluation_open(&task, name, tokenizer, sentence), sentence);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -802,62 +730,50 @@ struct Run {
     Options asked;  // as typed or resumed, before resolve()
     Resume resume;
     const Launch* launch;
-    const char* model_folder;  // --model DIR, with the first weights; "": they are drawn, or a checkpoint's
     Device dev;
     Shard shard;
-    Model own_model;
     Model* model;
     OptimConfig config;
     Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
-    int64_t memory;   // bytes of the plan
+    StepReport step;  // the last one
     double last_val;  // loss of the last validation; 0 before the first
 };
 
 // The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
 static OptimStream amax_history_of(const Model* m) {
-    return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
+    return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)m->fp8.slots * FP8_HISTORY, 4, false};
 }
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
-    char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, sentence), sentence);
+    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
-        require(model_folder_read(&files, &m->stored[t], values, error), error);
+        require(model_folder_read(&files, &m->stored[t], values, sentence), sentence);
         arena_set(&m->arena, t, values);
-        free(values);
     }
+    free(values);
     safetensors_close(&files);
     if (m->arena.optim) optim_decode(m->arena.optim);
-}
-
-struct ReaderOfRun : CheckpointReader {
-    RunFolder* run;
-};
-
-static void checkpoint_notice(void* reader, const char* line) {
-    run_say(((ReaderOfRun*)reader)->run, " notice   %s\n", line);
 }
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
-    char error[DATA_ERROR_BYTES];
     bool found = false;
-    ReaderOfRun reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
-    reader.run = &run->folder;
+    CheckpointReader reader;
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, sentence), sentence);
     const OptimStream history = amax_history_of(m);
-    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array, checkpoint_array_read,
-                          checkpoint_weights, checkpoint_notice,      &reader};
+    OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
+                          checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, sentence);
     require(!*reader.error, reader.error);
-    if (!loaded) user_error("%s/%s", folder, error);
+    if (stored.notices) run_say(&run->folder, "%s", stored.notices);
+    if (!loaded) user_error("%s/%s", folder, sentence);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
@@ -881,13 +797,8 @@ static Options options_saved(const Run* run) {
 static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
                                     const SafetensorsTensor* arrays, int count) {
     constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
-    int64_t room = PIECE;
-    for (int t = 0; t < m->arena.count; t++) {
-        const int64_t bytes = m->stored[t].rows * m->stored[t].cols * (int64_t)sizeof(float);
-        room = bytes > room ? bytes : room;
-    }
-    void* values = memory_take(room);
-    bool ok = checkpoint_begin_model(writer, m->stored, m->arena.count);
+    void* values = memory_take(std::max(PIECE, m->largest * (int64_t)sizeof(float)));
+    bool ok = true;
     for (int t = 0; t < m->arena.count && ok; t++) {
         optim_saved_weights(saved, t, values);
         ok = checkpoint_tensor(writer, &m->stored[t], values);
@@ -921,7 +832,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
         const OptimStream& array = saved->array[i];
         arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
     }
-    if (m->uses_fp8) arrays[count - 1].shape[0] = fp8_slots(m), arrays[count - 1].shape[1] = FP8_HISTORY;
+    if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
@@ -930,9 +841,10 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
                                    folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
     const bool writes = rank_of(m) == 0;
     CheckpointWriter writer = {};
-    bool ok = !writes || checkpoint_begin(&writer, folder->path, folder->state.step, folder->error);
+    bool ok =
+        !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
     if (writes || shard_splits(a->shard, SHARD_STATES)) {
-        ok = ok && checkpoint_write_arrays(m, &writer, saved, run_saves_states(folder), arrays, count);
+        ok = ok && checkpoint_write_arrays(m, &writer, saved, strcmp(run->options->save, "all") == 0, arrays, count);
     }
     ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
     optim_saved_close(saved);
@@ -966,7 +878,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
     const bool gpu = m->dev->gpu;
-    char error[DATA_ERROR_BYTES];
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
     m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
@@ -981,8 +892,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
-            error);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, sentence),
+            sentence);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -999,6 +910,7 @@ static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->offload = strstr(o->offload, "states") != nullptr;
+    m->arena.clip_by = clip_by_from(o->clip_by);
     m->spills = strstr(o->offload, "residuals") != nullptr;
 }
 
@@ -1035,7 +947,6 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
@@ -1046,7 +957,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
+    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, sentence), sentence);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -1067,28 +978,6 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
 }
 
-static Schedule schedule_of(const Options* o) {
-    return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-}
-
-// The number of steps and what depends on it.
-static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_typed) {
-    const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
-    char error[DATA_ERROR_BYTES];
-    if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model));
-    if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
-    if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
-    if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
-    if (o->val_tokens == AUTO) o->val_tokens = gpu ? 655360 : 10240;
-    if (o->sample_every == AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
-    if (o->ramp == AUTO) o->ramp = o->steps;
-    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
-    Schedule schedule = schedule_of(o);
-    require(schedule_choose(&schedule, warmup_typed, error), error);
-    o->warmup = schedule.warmup;
-}
-
 // Memory available to the plan, including what we already hold.
 static int64_t available_to(const Model* m) {
     const Device* dev = m->dev;
@@ -1102,19 +991,15 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
     char why[DATA_ERROR_BYTES];
-    m->arena.clip_by = clip_by_from(o->clip_by);
+    if (!arena_may_part(&m->arena, config, why)) {
+        if (config->offload) user_error("--offload %s brings states a layer at a time: %s", o->offload, why);
+        user_error("--clip-by %s: %s", o->clip_by, why);
+    }
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
-}
-
-// Refuses --offload states if a step needs all states at once.
-static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
-    char why[DATA_ERROR_BYTES];
-    if (!config->offload || optim_releases(config, m->arena.tensors, m->arena.count, why)) return;
-    user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
 }
 
 static DataSource data_source(const Options* o) {
@@ -1128,19 +1013,22 @@ static void resolve(Run* run) {
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, run->folder.error), run->folder.error);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, run->folder.error), run->folder.error);
+    require(dataset_look(&source, &vocabulary, &bytes, sentence), sentence);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[1]);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, sentence), sentence);
     run->folder.sources[2] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, run->folder.error), run->folder.error);
+    require(options_needed(o, sentence), sentence);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
-    resolve_offload(o, m, config);
     resolve_release(o, m, config);
-    resolve_length(o, windows, m->dev->gpu, option_given(o, "warmup"));
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
+    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
+    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
+    run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), sentence), sentence);
+    o->warmup = run->schedule.warmup;
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, sentence), sentence);
     config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1155,8 +1043,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     char text[256];
     run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
             o->channels, o->heads, (long long)m->parameters);
-    device_describe(m->dev, m->arena.type == OPTIM_FP32, text, sizeof(text));
-    run_say(folder, " device   %s\n", text);
+    run_say(folder, " device   %s\n", device_describe(m->dev, m->arena.type == OPTIM_FP32));
     if (m->arena.shard) {
         run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, run->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
@@ -1193,26 +1080,23 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
         have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
-// --fit (data/fit.h): the model and the card of its plans.
-struct FitCase {
-    const char* folder;  // of --model DIR
-    int vocabulary;      // of --data or of the folder, else GPT-2's
-    bool bytes;
-    Device dev;
-};
+// --fit (data/fit.h).
 
-static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
+static bool fit_plan(Fit* fit, const Device* card, char* error) {
+    FitRow* row = &fit->row;
     Options* o = &row->o;
     OptimConfig config = optim_config_of(o);
     Model m = {};
-    m.dev = &c->dev, m.arena.clip_by = clip_by_from(o->clip_by);
+    m.dev = card;
     if (!optim_resolve(&config, error)) return false;
-    resolve_model(o, &m, c->vocabulary, c->bytes, "", c->folder);
+    resolve_model(o, &m, fit->vocabulary, fit->bytes, "", fit->folder);
     resolve_optim(o, &m, &config);
     if (!options_needed(o, error)) return false;
-    if (!arena_plan_release(&m.arena, &config, o->clip, strcmp(o->release, "on") == 0, error)) return false;
+    m.arena.releases = strcmp(o->release, "on") == 0;
+    if (!arena_may_part(&m.arena, &config, error)) return false;
+    if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
     const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
-    row->batch = largest_batch(&m, &config, o, 512, false, c->dev.memory - taken);
+    row->batch = largest_batch(&m, &config, o, 512, false, card->memory - taken);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
     row->parameters = m.parameters;
     return true;
@@ -1220,19 +1104,20 @@ static bool fit_plan(const FitCase* c, FitRow* row, char* error) {
 
 static int fit_main(const Options* asked) {
     char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
-    FitCase c = {};
-    static Fit fit = {asked, asked->model, nullptr, {}, {}, {}, {}, 0, 0, 0, 0};
+    static Fit fit;
+    Device card;
+    fit.asked = asked, fit.model = asked->model;
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
-    c.folder = checkpoint_model(&fit.model, false, error);
-    require(c.folder != nullptr, error);
-    c.vocabulary = *c.folder ? 0 : 50257;
+    fit.folder = checkpoint_model(&fit.model, false, error);
+    require(fit.folder != nullptr, error);
+    fit.vocabulary = *fit.folder ? 0 : 50257;
     const DataSource source = data_source(asked);
-    if (*asked->data) require(dataset_look(&source, &c.vocabulary, &c.bytes, error), error);
-    device_imagine(&c.dev, asked->fit);
+    if (*asked->data) require(dataset_look(&source, &fit.vocabulary, &fit.bytes, error), error);
+    device_imagine(&card, asked->fit);
     OptimConfig typed = optim_config_of(asked);
     require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
     if (option_given(asked, "preset")) fit.preset = typed.preset;
-    while (fit_next(&fit)) fit.row.planned = fit_plan(&c, &fit.row, *error ? later : error);
+    while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, *error ? later : error);
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
@@ -1259,11 +1144,10 @@ static const char* resume_optim(Options* o, Resume* merge) {
 static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
-    char* error = run->folder.error;
-    require(resume_words(o, error), error);
-    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
+    require(resume_words(o, sentence), sentence);
+    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, sentence), sentence);
     launch_broadcast(run->launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, error), error);
+    require(resume_take(merge, sentence), sentence);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1289,13 +1173,6 @@ static void run_sample(Run* run) {
     require(!folder->error[0], folder->error);
 }
 
-static void run_evaluation(Run* run) {
-    signals_doing("this batch of the evaluation");
-    run->folder.error[0] = 0;
-    evaluate(run->model, run->options, run->folder.tokenizer, &run->folder);
-    require(!run->folder.error[0], run->folder.error);
-}
-
 // True if the weights at the end of a run are useless: no step changed them, or their loss is not finite. The loss is
 // the last validation's; without validations, that of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
@@ -1315,35 +1192,28 @@ static bool ends_useless(const Run* run) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
 }
 
-// Counts, logs and prints a step that left these scalars.
-static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
-    const Model* m = run->model;
-    StepReport step = {};
-    step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.gpu = m->dev->gpu;
-    step.flops = gpt2_flops(m->parameters, m->config.L, m->config.C, m->T);
-    step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
-    step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
-    step.parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
-    step.saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
-    step.skipped = !isfinite(scalars[SCALAR_FACTOR]);
-    require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);
-}
-
 // Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
 // checkpoint has the weights as they are before the step.
-static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars, StepTimer* timer) {
+static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
     const RunState* state = &run->folder.state;
+    StepReport* step = &run->step;
     Model* m = run->model;
     Shard* shard = m->arena.shard;
-    const double begin = seconds_now(), lr = learning_rate(&run->schedule, state->step);
+    const double begin = seconds_now();
     const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
     signals_doing("this step");
     if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    const bool ok = train_step(m, feeder, micro_batches, (float)lr, (float)run->options->clip, number);
+    step->lr = learning_rate(&run->schedule, state->step);
+    const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
-    step_done(run, scalars, lr, begin, timer);
+    step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
+    step->skipped = !isfinite(scalars[SCALAR_FACTOR]);
+    step->parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
+    step->saturated = m->uses_fp8 ? scalars[SCALAR_SATURATED] : -1;
+    step->used = state->step == step->timer.first + 1 ? memory_used(m->dev) : 0;
+    require(report_step_done(&run->folder, step, begin), run->folder.error);
 }
 
 // True after each `every`-th step and after the last one; 0: never.
@@ -1362,14 +1232,15 @@ static void train(Run* run) {
     Feeder feeder;
     feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
                 state->sequences + rank_of(m) * slice.run, slice);
-    float* scalars = (float*)(m->dev->gpu ? pinned_alloc : memory_take)(SCALARS * sizeof(float));
+    float scalars[SCALARS];
     int64_t saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (state->step == 0 && o->val_every > 0) run_validation(run);
-    StepTimer timer = {state->step, state->step, seconds_now(), 0};
+    StepTimer* timer = &run->step.timer;
+    *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
-        if (o->profile && !profile_step(&run->dev, state->step - timer.first)) break;
-        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars, &timer);
+        if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
+        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
@@ -1381,16 +1252,15 @@ static void train(Run* run) {
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             saved_at = state->step;
         }
-        if (is_due(run, o->eval_every) && !stops(m)) run_evaluation(run);
+        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
     if (saved_at != state->step && !o->profile) checkpoint_save(run);
-    require(report_end(&run->folder, stops(m), (double)(state->step - timer.from), timer.seconds, useless),
+    require(report_end(&run->folder, stops(m), (double)(state->step - timer->from), timer->seconds, useless),
             run->folder.error);
     signals_doing(nullptr);
     feeder_close(&feeder);
-    (m->dev->gpu ? pinned_free : free)(scalars);
 }
 
 // Main: a run from its options to its end, or samples or scores of a model.
@@ -1399,31 +1269,31 @@ static void train(Run* run) {
 // otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
-    char error[DATA_ERROR_BYTES];
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
+    const char* folder = checkpoint_model(&o->model, true, sentence);
+    require(folder != nullptr, sentence);
     m.dev = &dev, m.launch = samples ? nullptr : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, sentence);
+    if (!tokenizer) user_error("--model %s: %s", o->model, sentence);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, sentence), sentence);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
         require_stdout();
         prompts_close(&prompts);
     } else {
-        require(evaluation_check(o->eval, tokenizer, o->eval_out, error), error);  // all, before the first is scored
+        // All tasks are checked before the first is scored.
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, sentence), sentence);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1455,8 +1325,8 @@ static void model_begin(Run* run) {
         checkpoint_read(run, run->resume.state, run->resume.from);
         snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
         run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
-    } else if (*run->model_folder) {
-        model_read(m, run->model_folder);
+    } else if (*run->folder.sources[1]) {
+        model_read(m, run->folder.sources[1]);
     } else {
         const char* model = run->options->model;
         if (file_exists(path_in(model, "model.safetensors"))) {
@@ -1478,7 +1348,12 @@ static void folder_begin(Run* run) {
     launch_broadcast(run->launch, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_broadcast(run->launch, &o->sample_every, sizeof(o->sample_every));
-    prompts_broadcast(&run->folder.prompts, broadcast_bytes, run->model);
+    Prompts* prompts = &run->folder.prompts;
+    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, number, sizeof(*number));
+    prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
+    prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
+    launch_broadcast(run->launch, prompts->length, prompts->count * (int64_t)sizeof(int));
+    launch_broadcast(run->launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
 }
 
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
@@ -1508,21 +1383,22 @@ static void end(Run* run) {
 }
 
 static int train_main(Options* o, const Launch* launch) {
+    static Model model;
     static Run run;
-    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &run.own_model;
+    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
-    run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
-    require(run.model_folder && resume_intent(o, *run.model_folder, run.folder.error), run.folder.error);
-    const char** sources = run.folder.sources;
-    sources[0] = run.resume.from, sources[1] = run.model_folder;
+    const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
+    sources[0] = run.resume.from, sources[1] = run.resume.state ? "" : checkpoint_model(&o->model, false, sentence);
+    require(sources[1] && resume_intent(o, *sources[1], sentence), sentence);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
                       run.folder.error);
-    run.schedule = schedule_of(o);
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
-    run.memory = plan.total;
+    run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
+    run.step.peak = ranks_of(&model) * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
+    run.step.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && run.folder.state.step >= o->steps) {
         run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
@@ -1532,7 +1408,8 @@ static int train_main(Options* o, const Launch* launch) {
     const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    const int64_t size = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
+    const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
+    const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
     require(run.dev.imagined || launch->rank > 0 ||
                 run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);
@@ -1554,27 +1431,21 @@ __attribute__((section(".preinit_array"), used)) static const auto first_of_all 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
     Options options;
-    char error[DATA_ERROR_BYTES];
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, error), error);
+    require(options_parse(&options, argc, argv, sentence), sentence);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
+    require(options_apart(&options, sentence) && gpt2_take_size(&options, sentence), sentence);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, error), error);
+    require(launch_environment(&launch, options.gpus, sentence), sentence);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
-    for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
-        if (!evaluates || !option_given(&options, other)) continue;
-        user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
-                   other);
-    }
-    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
+    const int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
     launch_leave(&launch);
     return code;
 }

@@ -68,13 +68,6 @@ RunState run_state_read(const Json* json, const RunState* otherwise) {
     return state;
 }
 
-bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error) {
-    *writer = (CheckpointWriter){.run_folder = run_folder, .error = error, .bf16 = true};
-    writer->path = checkpoint_name(run_folder, step);
-    writer->folder = text_kept("%s.tmp", writer->path);
-    return folder_new(writer->folder, error);
-}
-
 // Completes the file of tensors that is open, if one is.
 static bool tensors_end(CheckpointWriter* writer) {
     SafetensorsWriter* tensors = writer->tensors;
@@ -99,14 +92,17 @@ static SafetensorsTensor file_tensor(const ModelTensor* tensor) {
     return entry;
 }
 
-bool checkpoint_begin_model(CheckpointWriter* writer, const ModelTensor* tensors, int count) {
-    if (!writer->folder) return true;
+bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, const ModelTensor* tensors,
+                      int count, char* error) {
+    *writer = (CheckpointWriter){.run_folder = run_folder, .error = error, .bf16 = true};
+    writer->path = checkpoint_name(run_folder, step);
+    writer->folder = text_kept("%s.tmp", writer->path);
     SCOPED SafetensorsTensor* entries = memory_take((size_t)count * sizeof(*entries));
     for (int t = 0; t < count; t++) {
         entries[t] = file_tensor(&tensors[t]);
         writer->bf16 = writer->bf16 && strcmp(tensors[t].dtype, "BF16") == 0;
     }
-    return tensors_begin(writer, "model.safetensors", entries, count, "pt");
+    return folder_new(writer->folder, error) && tensors_begin(writer, "model.safetensors", entries, count, "pt");
 }
 
 bool checkpoint_begin_arrays(CheckpointWriter* writer, const SafetensorsTensor* arrays, int count) {

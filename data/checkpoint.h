@@ -43,7 +43,8 @@ typedef struct {
 } CheckpointFile;
 
 // A checkpoint that is being written. Each file is gathered, checked, summed and written in one pass: checkpoint_begin
-// makes the folder; then come the model's tensors and the optimizer's arrays, in the order of their lists;
+// makes the folder and begins model.safetensors, of tensors in their dtypes; then come these tensors, and after
+// checkpoint_begin_arrays those of optimizer.safetensors, in the order of their lists;
 // checkpoint_end adds the other files, seals them, and gives the folder its name. The first failure leaves a sentence
 // in `error`; checkpoint_abandon then removes what was written. A process that writes nothing begins none, with a
 // zeroed writer, and these functions do nothing.
@@ -66,9 +67,8 @@ typedef struct {
     const Json* config;  // config.json of the model that the run began with, or NULL
     int end_token;       // <|endoftext|>, or -1
 } CheckpointFacts;
-bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error);
-// Begin model.safetensors, of tensors in their dtypes, and optimizer.safetensors.
-bool checkpoint_begin_model(CheckpointWriter* writer, const ModelTensor* tensors, int count);
+bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, const ModelTensor* tensors,
+                      int count, char* error);
 bool checkpoint_begin_arrays(CheckpointWriter* writer, const SafetensorsTensor* arrays, int count);
 // Write the next tensor, as the program has it, and the next `bytes` bytes of an array, from byte `at` on.
 bool checkpoint_tensor(CheckpointWriter* writer, const ModelTensor* tensor, const void* values);

@@ -136,11 +136,14 @@ void evaluation_close(Evaluation* e) {
     memset(e, 0, sizeof(*e));
 }
 
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error) {
     for (const char* name; (name = text_word(&names, ','));) {
         Evaluation e;
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
+        const int needs = e.vocabulary;
         evaluation_close(&e);
+        if (needs <= V) continue;
+        return data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, needs, V);
     }
     const bool there = file_exists(out), folder = folder_exists(out);
     const char* place = there ? out : path_in(path_parent(out), ".");
@@ -168,7 +171,7 @@ static bool example_fits(const EvaluationExample* example, const EvaluationRow* 
     return fits;
 }
 
-void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens) {
+bool evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens, char* error) {
     const size_t room = (size_t)(tokens > T ? tokens : T);
     *pass = (EvaluationPass){.task = e, .T = T};
     pass->order = memory_take((size_t)e->rows * sizeof(int));
@@ -193,6 +196,9 @@ void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t 
             pass->batch[pass->batches++] = (EvaluationBatch){B, max, at, used - at < B ? used - at : B};
         }
     }
+    return used > 0 ||
+           data_error(error, "--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
+                      e->name, T);
 }
 
 const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch) {

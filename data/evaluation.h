@@ -33,9 +33,9 @@ typedef struct {
 // Refuses a damaged file, and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown), and --eval-out ("": none)
-// written.
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error);
+// Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown) and for a model of V tokens, and
+// --eval-out ("": none) written.
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error);
 
 // A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {
@@ -63,8 +63,8 @@ typedef struct {
     float* losses;
 } EvaluationPass;
 // Plans the batches, of at most `tokens` tokens each, for a context of T tokens. Examples with a longer choice are left
-// out.
-void evaluation_begin(EvaluationPass* pass, const Evaluation* task, int T, int64_t tokens);
+// out; false with a sentence if all are.
+bool evaluation_begin(EvaluationPass* pass, const Evaluation* task, int T, int64_t tokens, char* error);
 const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch);
 void evaluation_take(EvaluationPass* pass);
 void evaluation_end(EvaluationPass* pass);

@@ -3,8 +3,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "memory.h"
-
 // A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
 // Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise or they are released.
 static const char* const RECOMPUTE[] = {"none", "gelu", "block", "none", "block"};

@@ -1,7 +1,7 @@
 // --fit: how models would train on a card that need not be here.
 #pragma once
+#include "memory.h"
 #include "options.h"
-#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // A way to train a model: the options, which the plan resolves, and what the plan finds.
@@ -18,6 +18,9 @@ enum { FIT_PRESETS = 80 };
 typedef struct {
     const Options* asked;
     const char* model;                 // --model, or the folder that it names
+    const char* folder;                // of --model DIR, or ""
+    int vocabulary;                    // of --data or of the folder, else GPT-2's
+    bool bytes;                        // --data is read as bytes
     const char* preset;                // the only one, of which all ways are shown; NULL: the best way of each
     const char* presets[FIT_PRESETS];  // names of all, then NULL
     FitRow row;                        // the way to plan

@@ -71,11 +71,13 @@ static const struct {
     {"clip-update", "rule", "adafactor|came|adafactor8bit|came8bit"},
 };
 
-// Pairs of an option that replaces training, or another option, and of one that it would ignore.
+// Pairs of an option that replaces training, or another option, and of one that it would ignore. --eval replaces
+// training where there is no --eval-every.
 static const char* const APART[][2] = {
-    {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"}, {"sample", "eval-out"},    {"sample", "prompt"},
-    {"sample", "steps"}, {"sample", "data"},    {"sample", "run"}, {"sample", "resume"},      {"sample", "profile"},
-    {"fit", "eval"},     {"fit", "gpus"},       {"fit", "memory"}, {"fit", "batch"},          {"fit", "resume"},
-    {"fit", "dry-run"},  {"fit", "device"},     {"fit", "shard"},  {"prompt-file", "prompt"}, {"size", "model"},
-    {"size", "layers"},  {"size", "channels"},  {"size", "heads"},
+    {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"},  {"sample", "eval-out"},    {"sample", "prompt"},
+    {"sample", "steps"}, {"sample", "data"},    {"sample", "run"},  {"sample", "resume"},      {"sample", "profile"},
+    {"fit", "eval"},     {"fit", "gpus"},       {"fit", "memory"},  {"fit", "batch"},          {"fit", "resume"},
+    {"fit", "dry-run"},  {"fit", "device"},     {"fit", "shard"},   {"prompt-file", "prompt"}, {"size", "model"},
+    {"size", "layers"},  {"size", "channels"},  {"size", "heads"},  {"eval", "data"},          {"eval", "steps"},
+    {"eval", "dry-run"}, {"eval", "run"},       {"eval", "resume"},
 };

@@ -162,15 +162,15 @@ double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
     return step == timer->from ? now - begin : (now - timer->since) / (double)(step - timer->from);
 }
 
-bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer) {
+bool report_step_done(RunFolder* run, StepReport* step, double begin) {
     const Options* o = run->options;
     RunState* state = &run->state;
     const int64_t tokens = o->tokens_per_step, steps = o->steps;
     const double now = seconds_now();
     state->step++;
-    const double takes = step_timed(timer, state->step, begin, now);
+    const double takes = step_timed(&step->timer, state->step, begin, now);
     step->seconds = now - begin;
-    step->first = state->step == timer->first + 1, step->last = state->step == steps;
+    step->first = state->step == step->timer.first + 1, step->last = state->step == steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
     step->eta = step->gpu && step->first && !step->last ? -1 : takes * (double)(steps - state->step);
     state->sequences += tokens / o->seq, state->tokens += tokens;
@@ -241,12 +241,11 @@ void report_sample(void* context, int index, const char* prompt, const char* tex
     run_log_end(run);
 }
 
-void report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds) {
+bool report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds) {
     run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(result, seconds));
     FILE* log = run_log_begin(run, "eval");
-    if (!log) return;
-    evaluation_log(log, result);
-    run_log_end(run);
+    if (log) evaluation_log(log, result);
+    return !log || run_log_end(run);
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {

@@ -20,6 +20,11 @@ void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t pa
 // be read.
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val);
 
+// Times the steps after `from`. `from` moves after the first step and after the tenth, since early steps are slower.
+typedef struct {
+    int64_t first, from;
+    double since, seconds;  // the clock when `from` was done; the time spent in the steps after it
+} StepTimer;
 // A step that is done.
 typedef struct {
     double loss, norm, lr;  // of the step; loss and norm are NaN or infinite if it changed nothing
@@ -28,29 +33,25 @@ typedef struct {
     double parts_left;      // layers that kept their weights, although the step was taken
     double saturated;       // elements too large for their fp8 codes; below 0: the step was not in fp8
     bool skipped, gpu;      // it changed nothing; it was on a GPU
+    StepTimer timer;
     // Set by report_step_done.
     double seconds, eta;  // of the step, and until the end; eta below 0: not known yet
     bool first, last;     // the first step since the program started; the last one of the run
 } StepReport;
-// Times the steps after `from`. `from` moves after the first step and after the tenth, since early steps are slower.
-typedef struct {
-    int64_t first, from;
-    double since, seconds;  // the clock when `from` was done; the time spent in the steps after it
-} StepTimer;
 // Records that a step that began at `begin` is done. Returns the average seconds from one step to the next.
 double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 // Counts a step that began at `begin`, logs it, and prints it if --print-every says so, or if it is the first or the
 // last, or changed nothing. False also if the run must end because the step changed nothing: with --on-nonfinite stop,
 // or after ten in a row.
-bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer);
+bool report_step_done(RunFolder* run, StepReport* step, double begin);
 // Reports a validation, and keeps the best loss so far.
 bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds);
 // Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
-// report_sample is a SampleDone whose context is a RunFolder. On failure of either its `error` has a sentence.
+// report_sample is a SampleDone whose context is a RunFolder. On failure its `error` has a sentence.
 void report_sample(void* run, int index, const char* prompt, const char* text);
-void report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds);
+bool report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds);
 // Reports the end of a run of `steps` timed steps in `seconds`; `stopped`: by a signal. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 

@@ -15,10 +15,6 @@
 #include "signals.h"
 #include "text.h"
 
-bool run_saves_states(const RunFolder* run) {
-    return strcmp(run->options->save, "all") == 0;
-}
-
 bool run_folder_free(const char* folder, bool again, char* error) {
     int64_t* steps;
     const bool log = file_exists(path_in(folder, "log.jsonl")), run = checkpoint_list(folder, &steps) > 0 || log;
@@ -267,7 +263,7 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
         return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
                           count > 1 ? "s" : "", most > 1 && all > 2 ? ", or type --keep 1" : "",
-                          run_saves_states(run) ? ", or type --save weights or none" : "");
+                          strcmp(o->save, "all") == 0 ? ", or type --save weights or none" : "");
     }
     if (!tokenizers_agree(weights, run->sources[2])) {
         return data_error(error,
@@ -276,7 +272,7 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                           o->data, weights, shell_word(weights));
     }
     tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[2], vocabulary);
-    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, o->eval_out, error)) &&
+    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, vocabulary, o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);
 }

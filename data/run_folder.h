@@ -26,8 +26,6 @@ typedef struct {
     char error[DATA_ERROR_BYTES];  // the sentence about what has failed
 } RunFolder;
 
-bool run_saves_states(const RunFolder* run);  // --save
-
 // Locks `folder` against other processes of this machine, if the file system has locks; false if one holds it already.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would

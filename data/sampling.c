@@ -9,17 +9,19 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
                         char* error) {
     const int at = prompts->count++, room = (int)bytes + 16;
     prompts->text = memory_grow(prompts->text, (size_t)prompts->count * sizeof(char*));
-    prompts->tokens = memory_grow(prompts->tokens, (size_t)prompts->count * sizeof(int*));
     prompts->length = memory_grow(prompts->length, (size_t)prompts->count * sizeof(int));
+    prompts->tokens = memory_grow(prompts->tokens, (size_t)(prompts->all + room) * sizeof(int));
     prompts->text[at] = text_part(text, bytes);
-    prompts->tokens[at] = memory_zero((size_t)room, sizeof(int));
-    prompts->length[at] = tokenizer ? tokenizer_prompt(tokenizer, prompts->text[at], V, prompts->tokens[at], room) : 1;
-    for (int i = 0; i < prompts->length[at]; i++) {
-        if (prompts->tokens[at][i] < V || !tokenizer) continue;
+    int *own = prompts->tokens + prompts->all, length = 1;
+    own[0] = 0;
+    if (tokenizer) length = tokenizer_prompt(tokenizer, prompts->text[at], V, own, room);
+    for (int i = 0; i < length; i++) {
+        if (own[i] < V || !tokenizer) continue;
         return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
-                          prompts->tokens[at][i], V);
+                          own[i], V);
     }
-    if (prompts->length[at] > 0) return true;
+    prompts->length[at] = length, prompts->all += length;
+    if (length > 0) return true;
     return data_error(error, tokenizer_encode(tokenizer, "", 0, NULL, 0) < 0
                                  ? "the prompt cannot be encoded without merges.txt; put it beside vocab.json"
                                  : "the prompt has a character that the model's vocabulary lacks; type another prompt");
@@ -45,22 +47,8 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     return ok;
 }
 
-void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, void* bytes, int64_t count), void* context) {
-    char ignored[DATA_ERROR_BYTES];
-    int count = prompts->count;
-    broadcast(context, &count, sizeof(count));
-    while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
-    for (int i = 0; i < count; i++) {
-        int length = prompts->length[i];
-        broadcast(context, &length, sizeof(length));
-        prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
-        broadcast(context, prompts->tokens[i], length * (int64_t)sizeof(int));
-        prompts->length[i] = length;
-    }
-}
-
 void prompts_close(Prompts* prompts) {
-    for (int i = 0; i < prompts->count; i++) free(prompts->text[i]), free(prompts->tokens[i]);
+    for (int i = 0; i < prompts->count && prompts->text; i++) free(prompts->text[i]);
     free(prompts->text), free(prompts->tokens), free(prompts->length);
     memset(prompts, 0, sizeof(*prompts));
 }

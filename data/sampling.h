@@ -4,17 +4,15 @@
 C_LINKAGE_BEGIN
 
 typedef struct {
-    char** text;
-    int** tokens;  // of each; begin with the end-of-text token, if the tokenizer has one
-    int* length;   // of each, at least 1 token
-    int count;
+    char** text;     // NULL on processes that only compute
+    int* length;     // of each in tokens, at least 1
+    int* tokens;     // of all, one after another; each begins with the end-of-text token, if the tokenizer has one
+    int count, all;  // prompts, and their tokens
 } Prompts;
 
 // Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for `each` samples of each prompt. V:
 // the model's vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
-// Gives all processes rank 0's prompts: broadcast(context, bytes, count) sends bytes of rank 0 to the others.
-void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, void* bytes, int64_t count), void* context);
 void prompts_close(Prompts* prompts);
 
 // Receives a sample: the text that follows its prompt.

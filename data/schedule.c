@@ -114,7 +114,15 @@ bool default_v_falls(const Options* o) {
     return falls;
 }
 
-void defaults_choose(Options* o, double rate, bool trained) {
+void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t windows) {
+    if (o->steps == OPTION_AUTO && !*o->data) o->steps = gpu ? 400 : 1500;
+    if (o->steps == OPTION_AUTO) o->steps = (long long)fmax(1, windows / (o->tokens_per_step / o->seq));
+    if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
+    if (o->val_every == OPTION_AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
+    if (o->print_every == OPTION_AUTO) o->print_every = o->steps < 1200 ? (o->steps + 60) / 60 : 20;
+    if (o->val_tokens == OPTION_AUTO) o->val_tokens = gpu ? 655360 : 10240;
+    if (o->sample_every == OPTION_AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
+    if (o->ramp == OPTION_AUTO) o->ramp = o->steps;
     const bool muon = is_muon(o);
     const bool adam = text_among(o->rule, "adamw|adam|nadamw|ademamix|muon", '|');
     const double N = (double)o->steps, B = (double)o->tokens_per_step, D = N > 0 ? N * B : B;

@@ -1,17 +1,8 @@
-// This file says what `auto` means, and has the batch, the plan of memory and the learning rate of a run. The caller,
-// who knows the model, makes the plan. A function that returns false has written a sentence into `error`.
+// This file says what `auto` means, and has the batch and the learning rate of a run. A function that returns false has
+// written a sentence into `error`.
 #pragma once
-#include <stdbool.h>
-#include <stdint.h>
 #include "options.h"
 C_LINKAGE_BEGIN
-
-// Bytes of memory of the device, which is host memory on the CPU.
-typedef struct {
-    int64_t weights, states, grads, activations, other;
-    int64_t taken;        // also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
-    int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
-} MemoryPlan;
 
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
 // that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
@@ -38,8 +29,9 @@ double learning_rate(const Schedule* schedule, int64_t step);
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);
-// Chooses the others. `rate` is that of the rule over adamw's; `trained`: the weights are.
-void defaults_choose(Options* options, double rate, bool trained);
+// Chooses the others but beta3. `rate` is that of the rule over adamw's; `trained`: the weights are; `windows`: those
+// of the data.
+void defaults_choose(Options* options, double rate, bool trained, bool gpu, int64_t windows);
 #define DEFAULT_DECAY "; wte|wpe: wd=0.05"
 // Returns --override, with the decay of embeddings beside muon if --weight-decay is auto and none is named.
 const char* default_overrides(const Options* options);

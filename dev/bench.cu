@@ -100,7 +100,7 @@ struct Operators {
     Account* a;
     double mb;  // micro-batches
     const Device* dev = m->dev;
-    Activations<bf16, G> act = activations_of<bf16, G>(m, true);
+    Activations<bf16, G> act = activations_of<bf16, G>(m, m->activations, true);
     Block<bf16, G>* b = &act.block[0];
     float* scratch = (float*)act.scratch;
     const Fp8Use* use = &act.fp8;
@@ -128,7 +128,7 @@ struct Operators {
         const Operand<bf16>* ln2 = &b->fc.inp;
         const Fp8Codes codes = operand_codes(ln2);
         account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC,
-                [&] { norm_forward(dev, &b->ln2, b->residual2, ln2, act.residual[0], act.branch, N, C); });
+                [&] { norm_forward(dev, ln2, &b->ln2, N, act.residual[0], act.branch, b->residual2); });
         account(a, "attention forward", n, 2.0 * T * NC, 0,
                 [&] { attention_forward<bf16>(dev, b->attproj.inp.values, b->lse, b->qkv_out, B, T, C, NH); });
         layer("qkv", n, b->qkv_out, &b->qkv, N);
@@ -167,8 +167,9 @@ struct Operators {
     // distinct tokens).
     void sums(int buckets) {
         const Fp8Codes codes = operand_codes(&b->attproj.dout), wide = operand_codes(&b->qkv.dout);
-        account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC,
-                [&] { norm_backward(dev, &act, &b->ln2, b->residual2, &b->attproj, N, C, false); });
+        account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
+            norm_backward(dev, act.dresidual, act.dbranch, &b->ln2, b->residual2, &b->attproj, scratch, N, false);
+        });
         account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
             attention_backward(dev, act.dwide, b->qkv.dbias, act.scratch, act.dbranch, b->qkv_out,
                                b->attproj.inp.values, b->lse, B, T, C, NH, false, wide);

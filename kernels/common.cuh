@@ -380,23 +380,16 @@ inline double device_peak(const Device* dev, bool fp32) {
 }
 
 // Describes the device in one line, for the banner.
-inline void device_describe(const Device* dev, bool fp32, char* line, size_t bytes) {
-    if (!dev->gpu) {
-        snprintf(line, bytes, "CPU, %ld cores: the plain C versions, fp32", sysconf(_SC_NPROCESSORS_ONLN));
-        return;
-    }
-    if (dev->imagined) {
-        snprintf(line, bytes, "%s, which need not be here: this is a plan", dev->name);
-        return;
-    }
+inline const char* device_describe(const Device* dev, bool fp32) {
+    if (!dev->gpu) return text_kept("CPU, %ld cores: the plain C versions, fp32", sysconf(_SC_NPROCESSORS_ONLN));
+    if (dev->imagined) return text_kept("%s, which need not be here: this is a plan", dev->name);
     int driver = 0, runtime = 0;
     check(cudaDriverGetVersion(&driver));
     check(cudaRuntimeGetVersion(&runtime));
     const double peak = device_peak(dev, fp32);
-    const int used =
-        snprintf(line, bytes, "%s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d", dev->name,
-                 dev->compute, dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    if (peak > 0) snprintf(line + used, bytes - used, "  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16");
+    const char* known = peak > 0 ? text_kept("  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16") : "";
+    return text_kept("%s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d%s", dev->name, dev->compute,
+                     dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, known);
 }
 
 // Every kernel launch is followed by this call, so that launch errors (bad grid, no kernel image) show there.

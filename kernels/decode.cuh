@@ -279,7 +279,7 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
 
 // The prompts to be continued: each of `count`, `each` times, by up to `length` tokens.
 struct DecodePrompts {
-    int* const* tokens;
+    const int* tokens;   // of all, one after another
     const int* lengths;  // (count) of the prompts
     int count, each;
     int64_t length;
@@ -305,13 +305,15 @@ inline bool decode_run(const Device* dev, const DecodeShape* shape, bool fp32, c
     Decoder d;
     decode_open(&d, dev, shape, fp32, tensors, S, draw, calls, memory);
     bool goes_on = true;
+    const int* prompt_tokens = p->tokens;
     for (int first = 0; first < (int)texts && goes_on; first += S) {
         DecodeText text[DECODE_ROWS];
         const int count = (int)texts - first < S ? (int)texts - first : S;
         for (int i = 0; i < count; i++) {
             const int prompt = (first + i) / p->each, used = p->lengths[prompt];
+            if ((first + i) % p->each == 0 && prompt > 0) prompt_tokens += p->lengths[prompt - 1];
             int* tokens = (int*)memory_take((size_t)(used + p->length) * sizeof(int));
-            memcpy(tokens, p->tokens[prompt], used * sizeof(int));
+            memcpy(tokens, prompt_tokens, used * sizeof(int));
             text[i] = {tokens, used, first + i, 0, 0, false};
         }
         goes_on = decode_texts(&d, text, count, p->length);

@@ -441,7 +441,7 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
-// After BEGIN, if each rank has the scales of some stored tensors alone, the trainer calls this with AGREE: it sets
+// After BEGIN, if each rank has the scales of some stored tensors alone, the arena calls this with AGREE: it sets
 // these scales, powers of two, from the all-reduced amax array. After the update it calls it with END, which changes
 // the history unless `factor` says that the step changed nothing, and sets overflow_count to the number of elements
 // that were too large for their codes.
@@ -459,7 +459,7 @@ inline void fp8_event(const Device* dev, const Fp8* f, Fp8Event event, const flo
 #endif
 }
 
-// The trainer calls this before the first micro-batch of a step. `step` does not count skipped steps, so a first step
+// The arena calls this before the first micro-batch of a step. `step` does not count skipped steps, so a first step
 // that was skipped is repeated, again without a history.
 inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;

@@ -6,7 +6,7 @@
 //     ring_fetch(item)       true if the item is not there: queue its copies with ring_copy(RING_IN), then ring_filled
 //     ring_read(item)        before the device's stream reads it
 //     ring_write(item)       before the device's stream writes into its slot, where another item may still be draining
-//     ring_drain(item)       after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained
+//     ring_after_stream(out) after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained(item)
 //
 // Users: decoded weights (optim/model/decode.cu) and gathered ones (ranks/shard.cuh) fetch on other streams, without
 // copies; states in host memory (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
@@ -103,10 +103,6 @@ inline void ring_read(const LayerRing* r, int64_t item) {
 
 inline void ring_write(const LayerRing* r, int64_t item) {
     if (r->streams) check(cudaStreamWaitEvent(r->dev->stream, r->drained[ring_slot(r, item)], 0));
-}
-
-inline void ring_drain(const LayerRing* r) {
-    ring_after_stream(r, r->out);
 }
 
 inline void ring_drained(const LayerRing* r, int64_t item) {

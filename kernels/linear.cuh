@@ -1,8 +1,10 @@
-// Linear layers as the trainer uses them. Every function multiplies either as matmul.cuh does, in the activations'
-// type, or with fp8 codes (fp8.cuh), which its operands say.
+// Layers as the trainer uses them: linear layers, and the layernorms before them. A product is either matmul.cuh's, in
+// the activations' type, or one of fp8 codes (fp8.cuh), which its operands say.
 #pragma once
 #include "fp8.cuh"
+#include "layernorm.cuh"
 #include "matmul.cuh"
+#include "profile.h"
 #ifdef __CUDACC__
 #include "matmul_gelu_fp8.cuh"
 #endif
@@ -68,6 +70,33 @@ struct Linear {
     X* bias;                       // (OC) or NULL
     G *dweight, *dbias;            // (OC, C), (OC)
 };
+
+// A layernorm over rows of C elements.
+template <typename X, typename G>
+struct Norm {
+    int C;
+    X *weight, *bias;    // (C)
+    G *dweight, *dbias;  // (C)
+    float *mean, *rstd;  // (N)
+};
+
+// out: (N, C) = the normalised rows of inp or, if there is a branch, of inp + branch, which go to `residual`.
+template <typename X, typename G>
+void norm_forward(const Device* dev, const Operand<X>* out, const Norm<X, G>* n, int64_t N, const X* inp,
+                  const X* branch = nullptr, X* residual = nullptr) {
+    residual_layernorm_forward(named(dev, "residual + layernorm"), residual, out->values, n->mean, n->rstd, inp, branch,
+                               n->weight, n->bias, N, n->C, operand_codes(out));
+}
+
+// Adds the gradient of inp to dinp, from dout, that of inp's normalised rows. dinp is then the gradient of the output
+// of the linear layer `below` (NULL: there is none), whose bias gradient comes from it as column sums.
+template <typename X, typename G>
+void norm_backward(const Device* dev, X* dinp, const X* dout, const Norm<X, G>* n, const X* inp,
+                   const Linear<X, G>* below, float* scratch, int64_t N, bool accumulate) {
+    layernorm_backward(named(dev, "layernorm backward"), dinp, n->dweight, n->dbias, below ? below->dbias : nullptr,
+                       scratch, dout, inp, n->weight, n->mean, n->rstd, N, n->C, accumulate,
+                       below ? operand_codes(&below->dout) : Fp8Codes{});
+}
 
 // out: (N, OC) = inp weight^T + bias. With `gelu`, what follows is GELU: gelu(out) is made too, its values, or its
 // codes if no cast is to make them.

@@ -30,11 +30,9 @@ struct Fp8Use {
     uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
 };
 
-// Takes room for the codes of a layer's input and weights.
-inline Fp8Use linear_use(Layout* layout, int64_t N, int C) {
-    Fp8Use use = {};
-    use.rows = layout_take<uint8_t>(layout, N * 4 * C), use.weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
-    return use;
+// Takes room for the codes of outputs' gradients.
+inline void linear_use_gradients(Layout* layout, Fp8Use* use, int64_t N, int C) {
+    use->drows = layout_take<uint8_t>(layout, N * 4 * C), use->dcolumns = layout_take<uint8_t>(layout, N * 4 * C);
 }
 
 // Takes room for the codes of the head, which is then in fp8.
@@ -45,9 +43,12 @@ inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int
     use->dhead_columns = layout_take<uint8_t>(layout, logit_rows * Vp);
 }
 
-// Sets the scales, and which kernels of this step write codes. attention: its backward pass can.
-inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, [[maybe_unused]] int64_t N,
-                             [[maybe_unused]] int C) {
+// Takes room for the codes of a layer's input and weights, and sets the scales and which kernels of this step write
+// codes. attention: its backward pass can.
+inline void linear_use_begin(Layout* layout, Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N,
+                             int C) {
+    use->rows = layout_take<uint8_t>(layout, N * 4 * C), use->weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
+    if (!layout->base) return;  // only sizes are asked for, and the device may be imagined
     use->scales = scales;
     use->producers_quantize = dev->gpu && !scales->use_current_scaling;
     use->attention_quantizes = use->producers_quantize && attention;
@@ -56,28 +57,20 @@ inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool a
 #endif
 }
 
-// The operands of the layer whose first slot this is: its input, whose codes by columns are kept; its weights, or the
-// codes that they are stored as (NULL: they are not); and the gradient of its output. `made`: see Operand.
-template <typename X>
-Operand<X> linear_input(const Fp8Use* use, int slot, X* values, uint8_t* columns, bool made) {
-    return {values, use->rows, columns, use->scales, slot, FP8_E4M3, FP8_COPY, made ? FP8_BY_ROWS : FP8_NOTHING};
-}
-template <typename X>
-Operand<X> linear_weight(const Fp8Use* use, int slot, X* values, const uint8_t* codes) {
-    return {values,   codes ? (uint8_t*)codes : use->weight, use->weight, use->scales, slot + FP8_WEIGHT, FP8_E4M3,
-            FP8_COPY, codes ? FP8_BY_ROWS : FP8_NOTHING};
-}
-template <typename X>
-Operand<X> linear_gradient(const Fp8Use* use, int slot, X* values, bool made) {
-    const Fp8Type type = use->scales ? use->scales->gradients : FP8_E4M3;
-    return {values,
-            use->drows,
-            use->dcolumns,
-            use->scales,
-            slot + FP8_GRADIENT,
-            type,
-            FP8_COPY,
-            made ? FP8_BY_ROWS : FP8_NOTHING};
+// Sets what the products of a layer read, whose first slot this is: its input, of which the memory is set; its weights,
+// or the codes that they are stored as (NULL: they are not); and the gradient of its output. made, dmade: kernels make
+// the codes of the input and of that gradient by rows.
+template <typename X, typename G>
+void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, bool made,
+                bool dmade) {
+    Fp8* f = use->scales;
+    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot};
+    l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, f, slot + FP8_WEIGHT};
+    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT};
+    if (made) l->inp.made = FP8_BY_ROWS;
+    if (codes) l->weight.made = FP8_BY_ROWS;
+    if (dmade) l->dout.made = FP8_BY_ROWS;
+    if (f) l->dout.type = f->gradients;
 }
 
 // Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
@@ -97,15 +90,10 @@ void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X
 template <typename X>
 Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slot, X* inp, X* weight, X* logits,
                                    float* dweight, float dloss, int C, int Vp) {
-    if (!use->head[0]) return {C, Vp, {inp}, {weight}, {logits}, nullptr, dweight, nullptr};
-    Linear<X, float> head = {C,
-                             Vp,
-                             linear_input(use, slot, inp, use->head_columns, false),
-                             linear_weight(use, slot, weight, nullptr),
-                             linear_gradient(use, slot, logits, use->producers_quantize),
-                             nullptr,
-                             dweight,
-                             nullptr};
+    const Fp8Use none = {}, *own = use->head[0] ? use : &none;
+    Linear<X, float> head = {C, Vp, {inp, nullptr, own->head_columns}, {}, {}, nullptr, dweight, nullptr};
+    linear_set(own, &head, slot, weight, nullptr, logits, false, own->producers_quantize);
+    if (own == &none) return head;
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
     head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;
     operand_need(dev, &head.weight, true, true, Vp, C);

@@ -24,11 +24,6 @@ inline int64_t spill_bytes(int layers, int64_t bytes) {
     return layers < SPILL_PLACES ? 0 : (layers + 1 - SPILL_PLACES) * bytes;
 }
 
-// Returns how many places device memory has for the streams into all layers and out of the last one.
-inline int spill_places(int layers) {
-    return layers + 1 < SPILL_PLACES ? layers + 1 : SPILL_PLACES;
-}
-
 inline void spill_open(Spill* s, const Device* dev, int layers, int64_t bytes) {
     ring_open(&s->ring, dev, SPILL_PLACES, true);
     s->layers = layers, s->bytes = bytes;
@@ -41,27 +36,22 @@ inline void spill_close(Spill* s) {
     host_free(s->ring.dev, s->host);
 }
 
-// True if r(l) leaves the device.
-inline bool spill_leaves(const Spill* s, int l) {
-    return l + SPILL_PLACES <= s->layers;
-}
-
 // The four calls around the use of r(l), which is at `at`; with NULL they do nothing. This one before r(l) is written.
 inline void spill_room(const Spill* s, int l) {
     if (s && l >= SPILL_PLACES) ring_write(&s->ring, l);
 }
 
-// r(l) is complete, and will not be written again.
+// r(l) is complete, and will not be written again: it leaves the device, unless it is one of the last.
 inline void spill_written(const Spill* s, int l, const void* at) {
-    if (!s || !spill_leaves(s, l)) return;
-    ring_drain(&s->ring);
+    if (!s || l + SPILL_PLACES > s->layers) return;
+    ring_after_stream(&s->ring, s->ring.out);
     ring_copy(&s->ring, RING_OUT, s->host + l * s->bytes, at, s->bytes);
     ring_drained(&s->ring, l);
 }
 
 // Before r(l) is read in the backward pass, which takes the layers in falling order.
 inline void spill_need(const Spill* s, int l) {
-    if (s && spill_leaves(s, l)) ring_read(&s->ring, l);
+    if (s && l + SPILL_PLACES <= s->layers) ring_read(&s->ring, l);
 }
 
 // r(l) has been read for the last time: r(l - SPILL_PLACES), whose copy to the host the writer of r(l) waited for,

@@ -213,7 +213,7 @@ static void fuzz_eval(FuzzInput input) {
     if (!evaluation_open(&task, path_of("x.eval"), nullptr, error)) return demand_sentence(error);
     for (int T : {1, 5, 64}) {
         EvaluationPass pass;
-        evaluation_begin(&pass, &task, T, 100);
+        if (!evaluation_begin(&pass, &task, T, 100, error)) demand_sentence(error);
         for (int i = 0; i < pass.batches; i++) evaluation_fill(&pass, i), evaluation_take(&pass);
         evaluation_result(&pass), evaluation_end(&pass);
     }
@@ -228,7 +228,7 @@ static void fuzz_prompts(FuzzInput input) {
     put("prompts", input);
     const bool fine = prompts_open(&prompts, "", path_of("prompts"), bytes, 256, error);
     if (!fine) demand_sentence(error);
-    for (int i = 0; i < prompts.count && fine; i++) demand(prompts.length[i] > 0 && prompts.tokens[i][0] < 256);
+    for (int i = 0; i < prompts.count && fine; i++) demand(prompts.length[i] > 0 && prompts.tokens[i] < 256);
     prompts_close(&prompts), tokenizer_close(bytes);
 }
 

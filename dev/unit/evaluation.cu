@@ -149,7 +149,7 @@ TEST(evaluation_batches) {
     for (int T : {3, 4, 64, 100}) {
         for (int tokens : {1, 64, 130, 5000}) {
             EvaluationPass pass;
-            evaluation_begin(&pass, &e, T, tokens);
+            expect(evaluation_begin(&pass, &e, T, tokens, error), "%s", error);
             int rows = 0;
             for (int b = 0; b < pass.batches; b++) {
                 const EvaluationBatch* batch = evaluation_fill(&pass, b);

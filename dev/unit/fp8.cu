@@ -427,10 +427,8 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     Array<X> inp(dev, N * C, 22, 1.0f), bias(dev, OC, 23, 1.0f), dout(dev, N * OC, 24, 1.0f), out(dev, N * OC),
         dinp(dev, N * C);
     X* dweight = room.device<X>((int64_t)OC * C);  // not looked at
-    Linear<X, X> linear = {C, OC, {}, {}, {}, bias.device, dweight, nullptr};
-    linear.inp = linear_input(&layer.use, 0, inp.device, layer.columns, false);
-    linear.weight = linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes);
-    linear.dout = linear_gradient(&layer.use, 0, dout.device, false);
+    Linear<X, X> linear = {C, OC, {inp.device, nullptr, layer.columns}, {}, {}, bias.device, dweight, nullptr};
+    linear_set(&layer.use, &linear, 0, (X*)nullptr, layer.stored.codes, dout.device, false, false);
     const auto forward = [&] { linear_forward(dev, out.device, &linear, N); };
     const auto backward = [&] { linear_backward(dev, dinp.device, &linear, N, false); };
     forward(), backward();

@@ -79,7 +79,7 @@ TEST(learning_rate_auto) {
                                        : steps == 2746 ? 65536
                                                        : 524288),
                "%lld", run.tokens_per_step);
-        defaults_choose(&run, rate, false);
+        defaults_choose(&run, rate, false, true, 0);
         expect(run.lr == lr && run.warmup == warmup && run.weight_decay == decay && fabs(run.beta2 - beta2) < 1e-9,
                "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.weight_decay, run.beta2);
     }
@@ -91,7 +91,7 @@ TEST(learning_rate_auto) {
     for (const auto& [steps, warmup] : warmups) {
         Options run = o;
         run.steps = steps, run.tokens_per_step = 65536;
-        defaults_choose(&run, 1, false);
+        defaults_choose(&run, 1, false, true, 0);
         expect(run.warmup == warmup, "%lld steps: warm-up %lld", steps, run.warmup);
     }
     Schedule wsd = {"wsd", 1, 0, 0.8, 100, 60, 0, 0};

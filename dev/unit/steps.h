@@ -253,20 +253,19 @@ inline void stored_weights(void* context, int tensor, float* values) {
     optim_get_weights(((Stored*)context)->from->optim, tensor, values);
 }
 
-inline void stored_notice(void* context, const char* line) {
-    Stored* stored = (Stored*)context;
-    if (stored->notice_count < 8) snprintf(stored->notices[stored->notice_count++], 256, "%s", line);
-}
-
 // Loads `to` from `from`, whose file holds `more` arrays besides. Returns false and a sentence if it cannot.
 inline bool run_load(OptimRun* to, const OptimRun* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
-    OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, stored_notice, context};
+    OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, context};
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         OptimStream stream = optim_stream(from->optim, s);
         stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
     }
-    return optim_load(to->optim, &stored, error);
+    const bool loaded = optim_load(to->optim, &stored, error);
+    for (const char* at = stored.notices; at && *at && context->notice_count < 8; at = strchr(at, '\n') + 1) {
+        sscanf(at, " notice %255[^\n]", context->notices[context->notice_count++]);
+    }
+    return loaded;
 }
 
 inline Stored expect_load(Test* test, OptimRun* to, const OptimRun* from) {

@@ -27,17 +27,16 @@ struct OptimStored {
     void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to);
     // Reads the weights of a tensor, rows x cols, from the model file.
     void (*weights)(void* context, int tensor, float* values);
-    // Receives a line of text for every conversion, and for every moment that begins or ends here.
-    void (*notice)(void* context, const char* line);
     void* context;
+    const char* notices = nullptr;  // receives a line for every conversion, and every moment that begins or ends here
 };
 
 // Loads the weights and states of a new optimizer, or shard, from an unsharded checkpoint. Arrays in the same format
 // are restored to the bit, for any launches. Other formats are decoded (from the master, if the weights have one) and
-// encoded to nearest, a tensor at a time, and `notice` reports it. Moments that the checkpoint's rule did not keep
+// encoded to nearest, a tensor at a time, and `notices` says so. Moments that the checkpoint's rule did not keep
 // become zero; but a rule that needs a v is refused if the checkpoint has none. Returns false with a sentence if v or
 // an array is missing; the optimizer must then not be used.
-bool optim_load(Optim* optim, const OptimStored* stored, char* error);
+bool optim_load(Optim* optim, OptimStored* stored, char* error);
 
 // The functions below write and read the optimizer in a checkpoint, whose files are unsharded. `shard` says what each
 // rank keeps; NULL: there is one rank. All ranks call these functions in the same order. The bytes that are read arrive

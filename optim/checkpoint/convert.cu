@@ -319,8 +319,8 @@ static void note_change(Changes* changes, const Side* from, const Side* to) {
     change->tensors++;
 }
 
-// Reports all changes of formats through `notice`.
-static void tell_changes(const Changes* changes, const OptimStored* stored, int tensors) {
+// Adds all changes of formats to `notices`.
+static void tell_changes(const Changes* changes, OptimStored* stored, int tensors) {
     for (int i = 0; i < changes->count; i++) {
         const Changes::Change* change = &changes->change[i];
         const char *slot = slot_name(change->slot), *rule = change->rule, *line;
@@ -333,7 +333,7 @@ static void tell_changes(const Changes* changes, const OptimStored* stored, int 
             line = text_kept("%s: %s in the checkpoint%s, converted to %s (to nearest); not bit-exact", slot,
                              change->from->name, share, change->to->name);
         }
-        stored->notice(stored->context, line);
+        text_add(&stored->notices, " notice   %s\n", line);
     }
 }
 
@@ -364,7 +364,7 @@ static void slot_load(const Optim* optim, const Plan* plan, const OptimStored* s
     side_close(&from);
 }
 
-bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
+bool optim_load(Optim* optim, OptimStored* stored, char* error) {
     const int slots = SLOTS * optim->count;
     OptimConfig config = stored->config;
     Changes* changes = (Changes*)memory_zero(1, sizeof(Changes));

@@ -1,4 +1,5 @@
 // See arena.h: how weights, gradients and states are kept, and how weights are set.
+#include "../../kernels/fp8.cuh"
 #include "../../kernels/random.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "../made.h"
@@ -67,32 +68,25 @@ void arena_spread(Arena* a, OptimConfig* config) {
     a->scales_apart = config->keeps_copy && bytes > 0;
 }
 
+bool arena_may_part(const Arena* a, const OptimConfig* config, char* why) {
+    char reason[DATA_ERROR_BYTES];
+    const bool parts = config->offload || a->clip_by != CLIP_STEP;
+    return !parts || optim_releases(config, a->tensors, a->count, reason) ||
+           data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
+}
+
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why) {
     char reason[DATA_ERROR_BYTES];
-    const bool by_parts = a->clip_by != CLIP_STEP, together = !optim_releases(config, a->tensors, a->count, reason);
-    if (together && by_parts) {
-        user_error("--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
-    }
-    if (together) return data_error(why, "%s; type --release off", reason);
+    if (!optim_releases(config, a->tensors, a->count, reason)) return data_error(why, "%s; type --release off", reason);
     if (tokens != micro) {
         return data_error(why,
                           "the gradients of several micro-batches need room for their sum; type --release off, or "
                           "--tokens-per-step %lld",
                           (long long)micro);
     }
-    if (clip <= 0 || by_parts) return true;
+    if (clip <= 0 || a->clip_by != CLIP_STEP) return true;
     return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
-}
-
-bool arena_plan_release(Arena* a, const OptimConfig* config, double clip, bool on, char* why) {
-    const bool parts = config->offload || a->clip_by != CLIP_STEP;
-    char reason[DATA_ERROR_BYTES];
-    if (parts && !optim_releases(config, a->tensors, a->count, reason)) {
-        return data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
-    }
-    a->releases = on;
-    return !on || arena_may_release(a, config, clip, 1, 1, why);
 }
 
 // Returns true if steps are taken part by part.
@@ -123,7 +117,7 @@ static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
     return own_config;
 }
 
-ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
+MemoryPlan arena_bytes(const Arena* a, const OptimConfig* config) {
     const OptimConfig own_config = arena_config(a, config);
     const OptimBytes optim = optim_bytes(a->dev, &own_config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard, a->elements);
@@ -132,12 +126,8 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     if (config->offload) states += offload_bytes(a, config);
     int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
     if (a->shard) other += shard_staging_bytes(a->shard);
-    return {weights, states, arena_grads_bytes(a), other, optim.host};
-}
-
-int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
-    const OptimFiles files = optim_file_bytes(config, a->tensors, a->count);
-    return files.model + (states ? files.optimizer : 0);
+    if (a->fp8) other += fp8_bytes(a->fp8->slots);
+    return {weights, states, arena_grads_bytes(a), 0, other, 0, 0, optim.host};
 }
 
 // Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.
@@ -150,6 +140,21 @@ static void point_to_sums(const Arena* a) {
                                : (const char*)arena_at(a, a->grads, t, bytes);
         optim_tensor_grads(a->optim, t, at + plan->tensor[t].here.begin * bytes);
     }
+}
+
+// Allocates the scales of fp8 products, and tells them where the numbers of stored codes lie (optim_codes). Ranks that
+// gather decoded weights need these scales too.
+static void open_scales(const Arena* a) {
+    const int slots = a->fp8->slots;
+    void* memory = device_alloc(a->dev, fp8_bytes(slots));
+    device_zero(a->dev, memory, fp8_bytes(slots));
+    *a->fp8 = fp8_open(slots, a->fp8->gradients, memory);
+    const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
+    for (int t = 0; t < a->count; t++) {
+        if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
+    }
+    copy_to_device(a->dev, a->fp8->stored, numbers, slots * (int64_t)sizeof(float*));
+    free(numbers);
 }
 
 void arena_open(Arena* a, const OptimConfig* config) {
@@ -170,6 +175,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     point_to_sums(a);
     if (config->offload) a->offload = offload_open(a);
+    if (a->fp8) open_scales(a);
     a->by_parts = takes_parts(a);
     if (!a->by_parts) return;
     a->part_square = (double*)device_alloc(a->dev, part_square_bytes(a));
@@ -183,6 +189,7 @@ void arena_close(Arena* a) {
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
+    if (a->fp8) device_free(a->dev, a->fp8->scale_inv);
     device_free(a->dev, a->grads), device_free(a->dev, a->squares), device_free(a->dev, a->part_square);
     free(a->tensors), free(a->part), free(a->order), free(a->place), free(a->slot);
 }
@@ -192,15 +199,6 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     int64_t at = a->tensors[t].offset;
     if ((memory == a->grads && a->releases) || shard_is_packed(a->shard, memory)) at = a->place[t];
     return (char*)memory + element_bytes * at;
-}
-
-void arena_scales(const Arena* a, const float** to, int slots) {
-    const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
-    for (int t = 0; t < a->count; t++) {
-        if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
-    }
-    copy_to_device(a->dev, to, numbers, slots * (int64_t)sizeof(float*));
-    free(numbers);
 }
 
 void arena_set(Arena* a, int t, const float* values) {

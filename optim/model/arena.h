@@ -15,6 +15,7 @@
 #include "../checkpoint/checkpoint.h"
 
 struct Shard;
+struct Fp8;
 typedef struct Decoded Decoded;
 typedef struct Offload Offload;
 
@@ -32,6 +33,7 @@ struct Arena {
     int* part;             // (count) the part of each
     int* order;            // (count) the tensors part by part
     int64_t* place;        // (count) first element of each tensor in packed memory, where two layers take turns
+    Fp8* fp8;              // the scales of fp8 products, its slots and the gradients' type set; NULL: there are none
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
     int64_t elements;  // length of an arena
@@ -64,24 +66,18 @@ void arena_tensors(Arena* arena, int count);
 // with a sentence if there are more ranks than tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
-// Returns true if the gradients of parts can take turns in memory and, with clip_by, parts can be stepped one by one. A
-// step has `tokens` tokens, and one micro-batch of all ranks has `micro`. Otherwise writes a reason and what to type
-// into `why`. Exits with a sentence if --clip-by asks for steps by parts and the rule does not allow them.
+// Returns false with a reason and what to type in `why` if --clip-by or --offload asks for steps by parts, and the rule
+// does not allow them.
+bool arena_may_part(const Arena* arena, const OptimConfig* config, char* why);
+// Returns true if the gradients of parts can take turns in memory. A step has `tokens` tokens, and one micro-batch of
+// all ranks has `micro`. Otherwise writes a reason and what to type into `why`.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why);
-// Releases gradients if `on`, for a plan of memory whose steps have one micro-batch. Returns false with a reason in
-// `why` if --release, --clip-by or --offload is impossible.
-bool arena_plan_release(Arena* arena, const OptimConfig* config, double clip, bool on, char* why);
 
-// Bytes of device memory, and of host memory in `host`, known before anything is allocated. `other`: the buffers of the
-// exchange between ranks and of steps part by part.
-struct ArenaBytes {
-    int64_t weights, states, grads, other, host;
-};
-ArenaBytes arena_bytes(const Arena* arena, const OptimConfig* config);
+// Returns the arena's share of a plan, known before anything is allocated. `other`: the scales of fp8 products, and the
+// buffers of the exchange between ranks and of steps part by part. The total is left to the caller.
+MemoryPlan arena_bytes(const Arena* arena, const OptimConfig* config);
 int64_t arena_grads_bytes(const Arena* arena);
-// Returns the bytes of a checkpoint, with or without the optimizer's states.
-int64_t arena_saved_bytes(const Arena* arena, const OptimConfig* config, bool states);
 
 // Allocates weights, states and gradients, all zero. If `config` is null, it allocates only weights and does not set
 // them. arena_close frees everything.
@@ -94,9 +90,6 @@ void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // Returns the codes of a matrix that products read as they are stored; NULL: products read the weights at arena_at. It
 // is NULL if ranks keep parts of the weights, since they gather decoded weights.
 const uint8_t* arena_codes(const Arena* arena, int t);
-// Writes the addresses of the numbers of these codes (optim_codes) into device memory `to`, by slot; NULL if this rank
-// has none. Ranks that gather decoded weights get them too, since fp8_begin needs the scales.
-void arena_scales(const Arena* arena, const float** to, int slots);
 // Sets a buffer of dequant_bytes into which such matrices are decoded from here on, for passes that read all weights
 // from arena_at. NULL ends this, and arena_at is NULL for these matrices again.
 void arena_dequant_buffer(const Arena* arena, void* buffer);
@@ -117,13 +110,12 @@ void arena_settle(const Arena* arena);
 // Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
 void arena_changed(const Arena* arena);
 
-// A step is a call of arena_begin; for each micro-batch, arena_micro_batch and a backward pass that calls arena_room
+// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that calls arena_room
 // and arena_done for each part and arena_attention for each layer; and arena_step.
 //
-// Begins a step. `scalars` is in device memory (shard.cuh lists them); `lr` and `step` are those of optim_step.
+// Begins a step, whose fp8 scales it sets. `scalars` is in device memory (shard.cuh lists them) and receives the norm,
+// the clip factor and what else is known when the step ends; `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Begins micro-batch `number` of `count`, counted from 0.
-void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // Makes room for the gradients of a part; the gradients of another part that lay there are lost. Call it before the
 // first gradient of the part is written; the layer above writes the first one, of the layer's projection. Part `layers`
 // is everything outside of the layers.
@@ -134,10 +126,9 @@ void arena_done(const Arena* arena, int part);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).
 void arena_attention(const Arena* arena);
-// Writes the norm of the gradients and the clip factor to `scalars`, and takes the step. If the loss or the norm is not
-// finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
-// factor.
-void arena_step(Arena* arena, float* scalars);
+// Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
+// the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
+void arena_step(Arena* arena);
 // Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
 float arena_last_norm(const Arena* arena);
 void arena_set_last_norm(const Arena* arena, float last);

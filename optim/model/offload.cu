@@ -161,7 +161,7 @@ void offload_take(Offload* o, int part) {
 
 void offload_give(Offload* o, int part) {
     if (!o || is_empty(&o->run[part])) return;
-    ring_drain(&o->ring);
+    ring_after_stream(&o->ring, o->ring.out);
     item_copy(o, o->turn, RING_OUT);
     ring_drained(&o->ring, o->turn++);
     item_fetch(o, o->turn + o->ring.slots - 1);

@@ -2,6 +2,7 @@
 // exchange of gradients between ranks that comes before.
 #include <assert.h>
 
+#include "../../kernels/fp8.cuh"
 #include "../../kernels/profile.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "model.h"
@@ -20,12 +21,8 @@ PartList part_list(const Arena* a, int part) {
     return list;
 }
 
-static int parts_of(const Arena* a) {
-    return a->layers + 2;
-}
-
 int64_t part_square_bytes(const Arena* a) {
-    return aligned_bytes(parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
+    return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
 float arena_last_norm(const Arena* a) {
@@ -77,10 +74,11 @@ void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     a->step = {clip, lr, step};
     a->scalars = scalars;
     a->stepping = a->releases;
-}
-
-void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
-    shard_micro_batch(a->shard, number == 0, number == count - 1);
+    if (!a->fp8) return;
+    fp8_begin(a->dev, a->fp8, step);
+    if (!a->scales_apart) return;
+    shard_all_reduce(a->shard, a->fp8->amax, a->fp8->slots, SHARD_MAX);
+    fp8_event(a->dev, a->fp8, FP8_AGREE);
 }
 
 static void arena_reduce(const Arena* a, int part) {
@@ -126,18 +124,19 @@ void arena_done(const Arena* a, int part) {
 }
 
 void offload_step(const Arena* a, const float* factor) {
-    for (int i = 0; i < parts_of(a); i++) {
+    for (int i = 0; i < a->layers + 2; i++) {
         const int part = offload_part(a->offload, i);
         const PartList list = part < 0 ? PartList{} : part_list(a, part);
         if (part >= 0) part_step(a, part, &list, factor, false);
     }
 }
 
-void arena_step(Arena* a, float* scalars) {
+void arena_step(Arena* a) {
+    float* scalars = a->scalars;
     if (!a->stepping) arena_agree(a);  // also waits for the last sums
     if (a->by_parts) {
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
-        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, parts_of(a));
+        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
@@ -150,4 +149,8 @@ void arena_step(Arena* a, float* scalars) {
     }
     a->stepping = false;
     arena_changed(a);
+    if (!a->fp8) return;
+    shard_all_reduce(a->shard, a->fp8->amax, a->fp8->slots, SHARD_MAX);
+    shard_all_reduce(a->shard, a->fp8->amax + a->fp8->slots, 1, SHARD_SUM);
+    fp8_event(a->dev, a->fp8, FP8_END, scalars + SCALAR_FACTOR, scalars + SCALAR_SATURATED);
 }
