@@ -41,14 +41,6 @@ static void on_signal(int number) {
     errno = error;
 }
 
-// A disk that cannot be read any more, or a mapped file that was cut short.
-static void on_bus_error(int number) {
-    static const char text[] =
-        "train: error: a mapped file was cut short or cannot be read while in use; go on with --resume\n";
-    if (write(2, text, sizeof(text) - 1) < 0) _exit(128 + number);
-    _exit(2);
-}
-
 void signals_catch(void) {
     for (int i = 0; i <= 2; i++) {
         if (fcntl(i, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) break;  // open takes the lowest free number, i
@@ -59,7 +51,6 @@ void signals_catch(void) {
         if (HANDLED[i] != SIGHUP || !ignored) sigaction(HANDLED[i], &action, NULL);
     }
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGBUS, on_bus_error);
     signal(SIGXFSZ, SIG_IGN);  // a file over the shell's limit is a write error with a sentence, not a death
     sigset_t all;
     signals_handled(&all);
@@ -74,7 +65,6 @@ void signals_handled(sigset_t* set) {
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument) {
     sigset_t all, before;
     sigfillset(&all);
-    sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // a thread begins with the mask of the one that creates it
     const int status = pthread_create(thread, NULL, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

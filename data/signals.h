@@ -21,8 +21,7 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 void signals_catch(void);
 // Sets `set` to the signals that a run handles. The parent of ranks forwards these to them.
 void signals_handled(sigset_t* set);
-// Starts a thread with all signals blocked except SIGBUS, which goes to the thread that caused it. Returns
-// pthread_create's status.
+// Starts a thread with all signals blocked. Returns pthread_create's status.
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
 // Makes the handlers print nothing, on ranks other than 0.
 void signals_quiet(void);

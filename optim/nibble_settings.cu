@@ -90,8 +90,8 @@ static void setting_device(NibbleOptim* optim, const char* value) {
 // Returns the number of the value among the choices. Other values are refused.
 static int setting_choice(const char* key, const char* value, const char* choices) {
     int number = 0;
-    for (const char *at = choices, *word; (word = text_word(&at, '|')); number++) {
-        if (strcmp(word, value) == 0) return number;
+    for (const char* at = choices; at; number++) {
+        if (strcmp(text_word(&at, '|'), value) == 0) return number;
     }
     user_error("%s: \"%s\" was found; type one of %s", key, value, choices);
 }
