@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -97,16 +98,14 @@ struct Config {
     int V, Vp;
 };
 
-enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
-
 // Arena order, as in data/model_folder.h: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
     const Device* dev;
     Config config;
-    int B, T;  // sequences and tokens of a sequence in one micro-batch
-    Recompute recompute;
+    int B, T;                 // sequences and tokens of a sequence in one micro-batch
+    bool recomputes_gelu;     // of every block, in the backward pass
     int recomputed;           // blocks, from the first on, that the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
@@ -208,13 +207,10 @@ template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const int C = m->config.C;
     const int64_t N = (int64_t)m->B * m->T;
-    const int64_t needs[] = {
-        attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
-        layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
-        matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C), m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0};
-    int64_t most = 0;
-    for (int64_t bytes : needs) most = bytes > most ? bytes : most;
-    return most;
+    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
+                     layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
+                     matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C),
+                     m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0});
 }
 
 // Finds tensor t's weights and, if the model trains, their gradients.
@@ -250,7 +246,7 @@ template <typename X, typename G>
 static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
     Block<X, G> b = {};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
-    const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
+    const bool shares_gelu = l > 0 && m->recomputes_gelu;
     Operand<X>*ln1 = &b.qkv.inp, *attention = &b.attproj.inp, *ln2 = &b.fc.inp, *gelu = &b.fcproj.inp;
     b.ln1.mean = layout_take<float>(layout, N), b.ln1.rstd = layout_take<float>(layout, N);
     ln1->values = fp8 && l > 0 ? first->qkv.inp.values : layout_take<X>(layout, N * C);
@@ -405,7 +401,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
         block_forward(m, a, l);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
-    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
+    if (m->recomputes_gelu || (l < m->recomputed && lacks_codes)) {
         linear_gelu_again(dev, gelu, b->pre_gelu, N, b->fc.OC);
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
@@ -463,22 +459,21 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
     gpt2_micro_batch<bf16, float>(m, buckets, B, train, first, share);
 }
 
-// Computes the loss (-ln p) of each of `count` targets, which follow `places` of tokens (B, T), and whether it is the
-// likeliest token. All are on the host. The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
+// Scores a batch that evaluation_fill has made: the loss (-ln p) at each place, and whether its token is the likeliest.
+// The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
 template <typename X>
-static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
-                       int count, float* losses, int* likeliest) {
+static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBatch* batch) {
     Activations<X, float> a = activations_of<X, float>(m, m->activations, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
                                input->targets,      input->bucket, m->losses};
-    a.B = B, a.T = T, a.N = (int64_t)B * T;
-    copy_to_device(m->dev, input->tokens, tokens, a.N * (int64_t)sizeof(int));
+    a.B = batch->B, a.T = batch->T, a.N = (int64_t)a.B * a.T;
+    copy_to_device(m->dev, input->tokens, pass->tokens, a.N * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].qkv.inp.values, a.wte, places, targets, count,
-                    &room, m->config.C, m->config.V, m->config.Vp);
+    score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->config.L].qkv.inp.values, a.wte, pass->places,
+                    pass->targets, pass->count, &room, m->config.C, m->config.V, m->config.Vp);
 }
 
 // Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
@@ -686,8 +681,7 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
-        const EvaluationBatch* batch = evaluation_fill(&pass, own < last ? own : last);
-        score(m, pass.tokens, batch->B, batch->T, pass.places, pass.targets, pass.count, pass.losses, pass.likeliest);
+        score(m, &pass, evaluation_fill(&pass, own < last ? own : last));
         if (own <= last) evaluation_take(&pass);
         stopped = asks_to_stop(m);
         if (rank > 0 || seconds_now() < told + 5) continue;
@@ -887,8 +881,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
         user_error("--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16",
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
-    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
-    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
@@ -899,7 +892,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (o->seq == AUTO) o->seq = m->config.max_T;
     o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
     m->T = (int)o->seq;
-    m->recomputed = block && o->kept_blocks < o->layers ? (int)(o->layers - o->kept_blocks) : 0;
+    m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
     config_tensors(m);
 }
 
@@ -927,7 +920,7 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
-    if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
+    if (block) m.recomputes_gelu = false, m.recomputed = m.config.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, config);
 }
@@ -1063,7 +1056,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
-    const char* less = m->recompute == RECOMPUTE_BLOCK ? "--kept-blocks 1" : "--recompute block";
+    const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free - plan->taken);
     while (fits > 0 && sequences % fits != 0) fits--;
     if (fits > 0) {
