@@ -1177,14 +1177,6 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// Bad data: saves the weights unless they are `saved`. The rank that found it then ends all ranks with its message.
-[[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
-    const Shard* shard = run->model->arena.shard;
-    if (!saved) checkpoint_save(run);
-    if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
-    user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
-}
-
 // Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
 // checkpoint has the weights as they are before the step.
 static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
@@ -1200,7 +1192,12 @@ static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved
     const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-    if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
+    if (!ok || scalars[SCALAR_BAD] > 0) {
+        if (!saved) checkpoint_save(run);
+        // The rank that found the bad data ends all ranks with its message; the others wait here for that.
+        if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
+        user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
+    }
     step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
     step->skipped = !isfinite(scalars[SCALAR_FACTOR]);
     step->parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
@@ -1366,15 +1363,6 @@ static void begin(Run* run) {
     require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
-static void end(Run* run) {
-    if (!run->options->profile) run_say_next(&run->folder, stops(run->model));
-    run_folder_close(&run->folder);
-    json_free(run->resume.state);
-    dataset_close(&run->train_data), dataset_close(&run->val_data);
-    model_free(run->model);
-    device_close(&run->dev);
-}
-
 static int train_main(Options* o, const Launch* launch) {
     static Model model;
     static Run run;
@@ -1409,8 +1397,13 @@ static int train_main(Options* o, const Launch* launch) {
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
-    const int stop = stops(run.model);
-    end(&run);
+    const int stop = stops(&model);
+    if (!o->profile) run_say_next(&run.folder, stop);
+    run_folder_close(&run.folder);
+    json_free(run.resume.state);
+    dataset_close(&run.train_data), dataset_close(&run.val_data);
+    model_free(&model);
+    device_close(&run.dev);
     return stop ? 128 + stop : 0;
 }
 
