@@ -90,8 +90,6 @@ static void optim_config_from(Options* o, OptimConfig* config) {
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
 
-constexpr int MAX_LAYERS = GPT2_MAX_LAYERS;
-
 struct Config {
     int L, C, NH;
     int max_T;  // rows of the position embedding
@@ -188,13 +186,12 @@ struct Activations {
     bool adds;       // to the gradients in memory, which it overwrites otherwise
     X *wte, *wpe;    // (Vp, C), (max_T, C)
     G *dwte, *dwpe;  // their gradients
-    Block<X, G> block[MAX_LAYERS + 1];
-    X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
-    const Spill* spill;           // moves them to host memory and back, in turn; NULL: all stay on the device
-    X* branch;                    // (N, C) what a sublayer adds to the residual stream
-    X* logits;                    // (logit_rows, Vp), then their gradient
-    Fp8Use fp8;                   // codes in use
-    void* dequant_buffer;         // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
+    Block<X, G> block[GPT2_MAX_LAYERS + 1];
+    X* residual[GPT2_MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
+    const Spill* spill;                // moves them to host memory and back, in turn; NULL: all stay on the device
+    X* branch;                         // (N, C) what a sublayer adds to the residual stream
+    X* logits;                         // (logit_rows, Vp), then their gradient
+    Fp8Use fp8;                        // codes in use
     // backward only
     X* dresidual;    // (N, C) gradient of the residual stream
     X* dbranch;      // (N, C) in the place of `branch`
@@ -302,8 +299,8 @@ static Activations<X, G> activations_of(const Model* m, void* base, bool train) 
     if (fp8) {
         linear_use_begin(&layout, &a.fp8, m->dev, (Fp8*)&m->fp8, base && attention_backward_codes(m->dev), N, (int)C);
     }
-    a.dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
-    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    void* dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
+    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : dequant_buffer);
     a.branch = a.dbranch = layout_take<X>(&layout, N * C);  // the backward pass no longer needs it
     a.spill = train && m->spills ? &m->spill : nullptr;
     // Without a backward pass the stream needs two places: a block's input and output.
@@ -703,9 +700,8 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
     if (run) signals_doing("this batch of the evaluation");
-    const bool writes = *o->eval_out && m->launch->rank == 0;
-    FILE* out = writes ? evaluation_out(o->eval_out, sentence) : nullptr;
-    require(out || !writes, sentence);
+    FILE* out = nullptr;
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, sentence), sentence);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
@@ -1308,26 +1304,6 @@ static void open_device(Run* run) {
     m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard);
 }
 
-// Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
-static void model_begin(Run* run) {
-    Model* m = run->model;
-    if (run->resume.state) {
-        checkpoint_read(run, run->resume.state, run->resume.from);
-        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
-        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
-    } else if (*run->folder.sources[1]) {
-        model_read(m, run->folder.sources[1]);
-    } else {
-        const char* model = run->options->model;
-        if (file_exists(path_in(model, "model.safetensors"))) {
-            run_say(&run->folder,
-                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
-                    model, model);
-        }
-        model_init(m, (uint64_t)run->options->seed);
-    }
-}
-
 // Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
@@ -1336,7 +1312,6 @@ static void folder_begin(Run* run) {
         require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
     launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
-    run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_broadcast(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
     Prompts* prompts = &run->folder.prompts;
     for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, 0, number, sizeof(*number));
@@ -1352,7 +1327,21 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    model_begin(run);
+    const char *model = run->options->model, *folder = run->folder.sources[1];
+    if (run->resume.state) {
+        checkpoint_read(run, run->resume.state, run->resume.from);
+        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
+        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
+    } else if (*folder) {
+        model_read(m, folder);
+    } else {
+        if (file_exists(path_in(model, "model.safetensors"))) {
+            run_say(&run->folder,
+                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                    model, model);
+        }
+        model_init(m, (uint64_t)run->options->seed);
+    }
     arena_changed(&m->arena);
     arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
     signals_doing("this step");
