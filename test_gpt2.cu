@@ -16,6 +16,8 @@
 typedef std::vector<float> Floats;
 typedef std::vector<char> Bytes;
 
+enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
+
 // The choices that make a test's model.
 struct Setup {
     Config config;
@@ -48,7 +50,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->T = s->T;
     m->arena.type = s->type;
     m->arena.grads_bf16 = s->grads_bf16;
-    m->recompute = s->recompute;
+    m->recomputes_gelu = s->recompute == RECOMPUTE_GELU;
     m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->config.L - s->kept_blocks : 0;
     m->spills = s->spills;
     m->uses_fp8 = s->fp8;

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
@@ -89,15 +90,11 @@ static void optim_config_from(Options* o, OptimConfig* config) {
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
 
-constexpr int MAX_LAYERS = GPT2_MAX_LAYERS;
-
 struct Config {
     int L, C, NH;
     int max_T;  // rows of the position embedding
     int V, Vp;
 };
-
-enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
 // Arena order, as in data/model_folder.h: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
@@ -105,8 +102,8 @@ constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TEN
 struct Model {
     const Device* dev;
     Config config;
-    int B, T;  // sequences and tokens of a sequence in one micro-batch
-    Recompute recompute;
+    int B, T;                 // sequences and tokens of a sequence in one micro-batch
+    bool recomputes_gelu;     // of every block, in the backward pass
     int recomputed;           // blocks, from the first on, that the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
@@ -189,13 +186,12 @@ struct Activations {
     bool adds;       // to the gradients in memory, which it overwrites otherwise
     X *wte, *wpe;    // (Vp, C), (max_T, C)
     G *dwte, *dwpe;  // their gradients
-    Block<X, G> block[MAX_LAYERS + 1];
-    X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
-    const Spill* spill;           // moves them to host memory and back, in turn; NULL: all stay on the device
-    X* branch;                    // (N, C) what a sublayer adds to the residual stream
-    X* logits;                    // (logit_rows, Vp), then their gradient
-    Fp8Use fp8;                   // codes in use
-    void* dequant_buffer;         // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
+    Block<X, G> block[GPT2_MAX_LAYERS + 1];
+    X* residual[GPT2_MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
+    const Spill* spill;                // moves them to host memory and back, in turn; NULL: all stay on the device
+    X* branch;                         // (N, C) what a sublayer adds to the residual stream
+    X* logits;                         // (logit_rows, Vp), then their gradient
+    Fp8Use fp8;                        // codes in use
     // backward only
     X* dresidual;    // (N, C) gradient of the residual stream
     X* dbranch;      // (N, C) in the place of `branch`
@@ -208,13 +204,10 @@ template <typename X>
 static int64_t scratch_bytes(const Model* m) {
     const int C = m->config.C;
     const int64_t N = (int64_t)m->B * m->T;
-    const int64_t needs[] = {
-        attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
-        layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
-        matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C), m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0};
-    int64_t most = 0;
-    for (int64_t bytes : needs) most = bytes > most ? bytes : most;
-    return most;
+    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
+                     layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
+                     matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C),
+                     m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0});
 }
 
 // Finds tensor t's weights and, if the model trains, their gradients.
@@ -250,7 +243,7 @@ template <typename X, typename G>
 static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
     Block<X, G> b = {};
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
-    const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
+    const bool shares_gelu = l > 0 && m->recomputes_gelu;
     Operand<X>*ln1 = &b.qkv.inp, *attention = &b.attproj.inp, *ln2 = &b.fc.inp, *gelu = &b.fcproj.inp;
     b.ln1.mean = layout_take<float>(layout, N), b.ln1.rstd = layout_take<float>(layout, N);
     ln1->values = fp8 && l > 0 ? first->qkv.inp.values : layout_take<X>(layout, N * C);
@@ -306,8 +299,8 @@ static Activations<X, G> activations_of(const Model* m, void* base, bool train) 
     if (fp8) {
         linear_use_begin(&layout, &a.fp8, m->dev, (Fp8*)&m->fp8, base && attention_backward_codes(m->dev), N, (int)C);
     }
-    a.dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
-    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    void* dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
+    if (base) arena_dequant_buffer(&m->arena, train ? nullptr : dequant_buffer);
     a.branch = a.dbranch = layout_take<X>(&layout, N * C);  // the backward pass no longer needs it
     a.spill = train && m->spills ? &m->spill : nullptr;
     // Without a backward pass the stream needs two places: a block's input and output.
@@ -405,7 +398,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
         block_forward(m, a, l);
     }
     const bool lacks_codes = gelu->fp8 && gelu->made != FP8_BOTH;  // after block_forward
-    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
+    if (m->recomputes_gelu || (l < m->recomputed && lacks_codes)) {
         linear_gelu_again(dev, gelu, b->pre_gelu, N, b->fc.OC);
     }
     linear_backward_gelu(named(dev, "d fc projection, gelu"), &b->fc, &b->fcproj, b->pre_gelu, a->scratch, N, adds);
@@ -463,22 +456,21 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
     gpt2_micro_batch<bf16, float>(m, buckets, B, train, first, share);
 }
 
-// Computes the loss (-ln p) of each of `count` targets, which follow `places` of tokens (B, T), and whether it is the
-// likeliest token. All are on the host. The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
+// Scores a batch that evaluation_fill has made: the loss (-ln p) at each place, and whether its token is the likeliest.
+// The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
 template <typename X>
-static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
-                       int count, float* losses, int* likeliest) {
+static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBatch* batch) {
     Activations<X, float> a = activations_of<X, float>(m, m->activations, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
                                input->targets,      input->bucket, m->losses};
-    a.B = B, a.T = T, a.N = (int64_t)B * T;
-    copy_to_device(m->dev, input->tokens, tokens, a.N * (int64_t)sizeof(int));
+    a.B = batch->B, a.T = batch->T, a.N = (int64_t)a.B * a.T;
+    copy_to_device(m->dev, input->tokens, pass->tokens, a.N * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].qkv.inp.values, a.wte, places, targets, count,
-                    &room, m->config.C, m->config.V, m->config.Vp);
+    score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->config.L].qkv.inp.values, a.wte, pass->places,
+                    pass->targets, pass->count, &room, m->config.C, m->config.V, m->config.Vp);
 }
 
 // Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
@@ -686,8 +678,7 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
-        const EvaluationBatch* batch = evaluation_fill(&pass, own < last ? own : last);
-        score(m, pass.tokens, batch->B, batch->T, pass.places, pass.targets, pass.count, pass.losses, pass.likeliest);
+        score(m, &pass, evaluation_fill(&pass, own < last ? own : last));
         if (own <= last) evaluation_take(&pass);
         stopped = asks_to_stop(m);
         if (rank > 0 || seconds_now() < told + 5) continue;
@@ -709,9 +700,8 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
     if (run) signals_doing("this batch of the evaluation");
-    const bool writes = *o->eval_out && m->launch->rank == 0;
-    FILE* out = writes ? evaluation_out(o->eval_out, sentence) : nullptr;
-    require(out || !writes, sentence);
+    FILE* out = nullptr;
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, sentence), sentence);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
@@ -887,8 +877,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
         user_error("--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16",
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
-    const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
-    m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
+    m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
@@ -899,7 +888,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (o->seq == AUTO) o->seq = m->config.max_T;
     o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
     m->T = (int)o->seq;
-    m->recomputed = block && o->kept_blocks < o->layers ? (int)(o->layers - o->kept_blocks) : 0;
+    m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
     config_tensors(m);
 }
 
@@ -927,7 +916,7 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
-    if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
+    if (block) m.recomputes_gelu = false, m.recomputed = m.config.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, config);
 }
@@ -1063,7 +1052,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
-    const char* less = m->recompute == RECOMPUTE_BLOCK ? "--kept-blocks 1" : "--recompute block";
+    const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free - plan->taken);
     while (fits > 0 && sequences % fits != 0) fits--;
     if (fits > 0) {
@@ -1184,14 +1173,6 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// Bad data: saves the weights unless they are `saved`. The rank that found it then ends all ranks with its message.
-[[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
-    const Shard* shard = run->model->arena.shard;
-    if (!saved) checkpoint_save(run);
-    if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
-    user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
-}
-
 // Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
 // checkpoint has the weights as they are before the step.
 static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
@@ -1207,7 +1188,12 @@ static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved
     const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-    if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
+    if (!ok || scalars[SCALAR_BAD] > 0) {
+        if (!saved) checkpoint_save(run);
+        // The rank that found the bad data ends all ranks with its message; the others wait here for that.
+        if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
+        user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
+    }
     step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
     step->skipped = !isfinite(scalars[SCALAR_FACTOR]);
     step->parts_left = m->arena.by_parts ? scalars[SCALAR_LEFT] : 0;
@@ -1318,26 +1304,6 @@ static void open_device(Run* run) {
     m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard);
 }
 
-// Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.
-static void model_begin(Run* run) {
-    Model* m = run->model;
-    if (run->resume.state) {
-        checkpoint_read(run, run->resume.state, run->resume.from);
-        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
-        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
-    } else if (*run->folder.sources[1]) {
-        model_read(m, run->folder.sources[1]);
-    } else {
-        const char* model = run->options->model;
-        if (file_exists(path_in(model, "model.safetensors"))) {
-            run_say(&run->folder,
-                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
-                    model, model);
-        }
-        model_init(m, (uint64_t)run->options->seed);
-    }
-}
-
 // Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
@@ -1346,7 +1312,6 @@ static void folder_begin(Run* run) {
         require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
     launch_broadcast(run->launch, run->folder.path, sizeof(run->folder.path));
-    run->folder.path[sizeof(run->folder.path) - 1] = 0;
     launch_broadcast(run->launch, &o->sample_every, sizeof(o->sample_every));
     Prompts* prompts = &run->folder.prompts;
     for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, number, sizeof(*number));
@@ -1362,7 +1327,21 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    model_begin(run);
+    const char *model = run->options->model, *folder = run->folder.sources[1];
+    if (run->resume.state) {
+        checkpoint_read(run, run->resume.state, run->resume.from);
+        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
+        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
+    } else if (*folder) {
+        model_read(m, folder);
+    } else {
+        if (file_exists(path_in(model, "model.safetensors"))) {
+            run_say(&run->folder,
+                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                    model, model);
+        }
+        model_init(m, (uint64_t)run->options->seed);
+    }
     arena_changed(&m->arena);
     arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
     signals_doing("this step");
@@ -1371,15 +1350,6 @@ static void begin(Run* run) {
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
     require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
-}
-
-static void end(Run* run) {
-    if (!run->options->profile) run_say_next(&run->folder, stops(run->model));
-    run_folder_close(&run->folder);
-    json_free(run->resume.state);
-    dataset_close(&run->train_data), dataset_close(&run->val_data);
-    model_free(run->model);
-    device_close(&run->dev);
 }
 
 static int train_main(Options* o, const Launch* launch) {
@@ -1416,8 +1386,13 @@ static int train_main(Options* o, const Launch* launch) {
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
-    const int stop = stops(run.model);
-    end(&run);
+    const int stop = stops(&model);
+    if (!o->profile) run_say_next(&run.folder, stop);
+    run_folder_close(&run.folder);
+    json_free(run.resume.state);
+    dataset_close(&run.train_data), dataset_close(&run.val_data);
+    model_free(&model);
+    device_close(&run.dev);
     return stop ? 128 + stop : 0;
 }
 

@@ -305,10 +305,10 @@ void evaluation_log(FILE* log, const EvaluationResult* r) {
     fprintf(log, ", \"left_out\": %d, \"cut\": %d", r->left_out, r->cut);
 }
 
-FILE* evaluation_out(const char* path, char* error) {
-    FILE* file = fopen(path, "we");
-    if (!file) data_error(error, "--eval-out %s cannot be written: %s; name a file that can", path, strerror(errno));
-    return file;
+bool evaluation_out(FILE** file, const char* path, char* error) {
+    *file = *path ? fopen(path, "we") : NULL;
+    return *file || !*path ||
+           data_error(error, "--eval-out %s cannot be written: %s; name a file that can", path, strerror(errno));
 }
 
 bool evaluation_write(FILE* file, const EvaluationPass* pass, char* error) {

@@ -172,7 +172,6 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
 }
 
 bool resume_take(Resume* resume, char* error) {
-    resume->from[sizeof(resume->from) - 1] = 0;
     if (!resume->from[0]) return true;
     if (!resume->state) resume->state = checkpoint_state(resume->from, error);
     if (!resume->state) return false;

@@ -102,7 +102,6 @@ struct Operators {
     const Device* dev = m->dev;
     Activations<bf16, G> act = activations_of<bf16, G>(m, m->activations, true);
     Block<bf16, G>* b = &act.block[0];
-    float* scratch = (float*)act.scratch;
     const Fp8Use* use = &act.fp8;
     int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, V = m->config.V, Vp = m->config.Vp;
     int64_t N = (int64_t)B * T, rows = m->logit_rows;
@@ -156,7 +155,7 @@ struct Operators {
         a->fp8 = use->scales;
         account(a, "d fc projection, gelu", n, 16.0 * NC * C, 0, [&] {
             Linear<bf16, G> fc = b->fc;
-            linear_backward_gelu(dev, &fc, &b->fcproj, b->pre_gelu, scratch, N, more);
+            linear_backward_gelu(dev, &fc, &b->fcproj, b->pre_gelu, act.scratch, N, more);
         });
         back("d fc", n, act.dbranch, &b->fc, N, more);
         back("d attention projection", n, act.dbranch, &b->attproj, N, more);
@@ -168,7 +167,7 @@ struct Operators {
     void sums(int buckets) {
         const Fp8Codes codes = operand_codes(&b->attproj.dout), wide = operand_codes(&b->qkv.dout);
         account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
-            norm_backward(dev, act.dresidual, act.dbranch, &b->ln2, b->residual2, &b->attproj, scratch, N, false);
+            norm_backward(dev, act.dresidual, act.dbranch, &b->ln2, b->residual2, &b->attproj, act.scratch, N, false);
         });
         account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
             attention_backward(dev, act.dwide, b->qkv.dbias, act.scratch, act.dbranch, b->qkv_out,

@@ -67,7 +67,7 @@ struct Decoder {
     int S;        // sequences, at most DECODE_ROWS
     DrawOptions draw;
     DecodeCalls calls;
-    const void** tensor;  // the list of the model's tensors, on the device
+    const void* const* tensor;  // the list of the model's tensors, on the device
     // Laid out in `memory` by decode_layout. R is DECODE_ROWS.
     void* memory;
     bool own_memory;
@@ -123,16 +123,14 @@ inline void decode_need(const Decoder* d, int part) {
     if (d->calls.need) d->calls.need(d->calls.context, part);
 }
 
-// tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which the caller keeps and
-// frees, or NULL to allocate them.
+// tensors: the model's list, which must outlive the decoder; memory: decode_bytes(shape, fp32, S) on the device, which
+// the caller keeps and frees, or NULL to allocate them.
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
     d->early = *dev, d->early.early = !calls->need, d->dev = &d->early;
     d->shape = *shape, d->fp32 = fp32, d->S = S, d->draw = *draw, d->calls = *calls, d->finite = true;
-    const size_t count = (size_t)shape->L * DECODE_TENSORS + 4;
-    d->tensor = (const void**)memory_take(count * sizeof(void*));
-    memcpy(d->tensor, tensors, count * sizeof(void*));
+    d->tensor = tensors;
     d->own_memory = !memory;
     d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
     decode_layout(d, (char*)d->memory);
@@ -143,7 +141,6 @@ inline void decode_close(Decoder* d) {
     if (d->graph) check(cudaGraphExecDestroy(d->graph));
 #endif
     if (d->own_memory) device_free(d->dev, d->memory);
-    free(d->tensor);
 }
 
 // out: (R, OC) = the linear layer whose weights and bias are tensors `weight` and `weight` + 1 of block l.
