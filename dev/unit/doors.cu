@@ -107,8 +107,7 @@ static bool door_answers(int socket, int world) {
     return receive_by(socket, flags, world * sizeof(double), seconds_now() + 20);
 }
 
-TEST(doors_sha256) {
-    // FIPS 180-4's examples.
+TEST(doors_sha256) {  // FIPS 180-4's examples
     const std::tuple<const char*, const char*> cases[] = {
         {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
         {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
@@ -311,7 +310,8 @@ TEST(doors_false_rank_0) {
     expect(rank.took < 4.5, "%.1f s of 2", rank.took);
 }
 
-// A rank that was let in may send anything: the run ends, not with 0 and not by a signal.
+// A rank that was let in may send anything: the run ends, not with 0 and not by a signal, whether all ranks have come
+// or, of 3, one is still to come.
 TEST(doors_messages_of_a_rank) {
     const std::tuple<const char*, Beat, size_t, int, const char*> cases[] = {
         {"failed with 3", {3, 0, 0}, sizeof(Beat), 3, ""},
@@ -320,9 +320,10 @@ TEST(doors_messages_of_a_rank) {
         {"negative patience", {0, -1, -1}, sizeof(Beat), 1, "has ended without a word"},
         {"half a beat", {}, 7, 1, "has ended without a word"},
     };
-    for (const auto& [what, beat, bytes, code, needle] : cases) {
+    for (int i = 0; i < 10; i++) {
+        const auto& [what, beat, bytes, code, needle] = cases[i / 2];
         static Rank rank;
-        Launch launch = door_launch(0, 2, own_port(9), "secret");
+        Launch launch = door_launch(0, 2 + i % 2, own_port(9), "secret");
         rank_begin(&rank, launch, 20);
         int made[CHANNELS];
         for (int channel : {MESSAGES, BEATS}) made[channel] = door_greet(launch, door_hello(1, channel));

@@ -106,11 +106,10 @@ static void agree_main(Launch* l) {
     constexpr int WORDS = 100000;  // more than a socket takes at once
     static int64_t word[WORDS], all[16 * WORDS];
     for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
-    launch_broadcast(l, word, sizeof(word));
-    for (int i = 0; i < WORDS; i++) require_rank(word[i] == i);
-    for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
     launch_gather(l, word, sizeof(word), all);
     for (int i = 0; i < l->world * WORDS; i++) require_rank(all[i] == i);
+    launch_broadcast(l, word, sizeof(word));
+    for (int i = 0; i < WORDS; i++) require_rank(word[i] == i);
     for (int r = 0; r < l->world; r++) {
         require_rank(launch_any(l, r == l->rank) && !launch_any(l, false));
     }

@@ -41,8 +41,7 @@ static const double HANDSHAKE_SECONDS = 0.5;
 typedef struct {
     int socket[CHANNELS];  // -1: not connected
     Hello hello;
-    Beat beat, in;  // the last one, and the next, of which so many bytes have come
-    size_t bytes;
+    Beat beat;            // the last one
     double heard, moved;  // when it was last heard, and last made progress
 } Peer;
 
@@ -292,22 +291,18 @@ __attribute__((noreturn)) static void peer_lost(int r, int silence) {
     end_all(1, !speaks || (silence == 0 && forked) ? "" : text);
 }
 
+// Takes a beat, of which a part has come, and so the rest. Nothing comes of a rank that has ended.
 static void hear(int r, double now) {
     Peer* peer = &watch.peers[r];
-    const ssize_t got =
-        recv(peer->socket[BEATS], (char*)&peer->in + peer->bytes, sizeof(Beat) - peer->bytes, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got <= 0 && !watch.leaves) peer_lost(r, 0);
-    if (got <= 0) {
+    Beat beat;
+    if (!receive_by(peer->socket[BEATS], &beat, sizeof(beat), now + watch.silence)) {
+        if (!watch.leaves) peer_lost(r, 0);
         peer->socket[BEATS] = -1;
         return;
     }
-    peer->heard = now;
-    peer->bytes = (peer->bytes + (size_t)got) % sizeof(Beat);
-    if (peer->bytes > 0) return;
-    if (peer->in.failed) end_all(peer->in.failed, "");  // and it has said why
-    if (peer->in.progress != peer->beat.progress || peer->in.patience != peer->beat.patience) peer->moved = now;
-    peer->beat = peer->in;
+    if (beat.failed) end_all(beat.failed, "");  // and it has said why
+    if (beat.progress != peer->beat.progress || beat.patience != peer->beat.patience) peer->moved = now;
+    peer->beat = beat, peer->heard = now;
 }
 
 // Ends all ranks if none has made progress within its patience. The rank that is furthest behind is at fault.
