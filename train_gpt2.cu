@@ -53,8 +53,7 @@ extern "C" const char corpus_end[];
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
-static char sentence[DATA_ERROR_BYTES];  // about what has failed, with which the program ends
-constexpr int64_t AUTO = OPTION_AUTO;    // a number that is left to the program: resolve() replaces it
+constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
 // Returns the options' optimizer. Names that the preset chooses are ""; numbers that are
 // `auto` have a stand-in until defaults_choose.
@@ -81,8 +80,9 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
+    char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, sentence), sentence);
+    require(optim_resolve(config, error), error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -668,13 +668,14 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
+    char error[DATA_ERROR_BYTES];
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
     EvaluationPass pass;
-    require(evaluation_begin(&pass, task, m->T, tokens, sentence), sentence);
+    require(evaluation_begin(&pass, task, m->T, tokens, error), error);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -689,9 +690,9 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
     const EvaluationResult result = evaluation_result(&pass);
     if (rank == 0 && !stopped) {
         const double seconds = seconds_now() - began;
-        require(!run || report_evaluation(run, &result, seconds), run->error);
+        if (run) require(report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, sentence), sentence);
+        require(!out || evaluation_write(out, &pass, error), error);
     }
     evaluation_end(&pass);
     return !stopped;
@@ -699,13 +700,14 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
+    char error[DATA_ERROR_BYTES];
     if (run) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
-    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, sentence), sentence);
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, error), error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        require(evaluation_open(&task, name, tokenizer, sentence), sentence);
+        require(evaluation_open(&task, name, tokenizer, error), error);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -738,11 +740,12 @@ static OptimStream amax_history_of(const Model* m) {
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
+    char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, sentence), sentence);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, sentence), sentence);
+        require(model_folder_read(&files, &m->stored[t], values, error), error);
         arena_set(&m->arena, t, values);
     }
     free(values);
@@ -752,18 +755,19 @@ static void model_read(Model* m, const char* path) {
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
+    char error[DATA_ERROR_BYTES];
     Model* m = run->model;
     bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, sentence), sentence);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, sentence);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
-    if (!loaded) user_error("%s/%s", folder, sentence);
+    if (!loaded) user_error("%s/%s", folder, error);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
@@ -867,6 +871,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
+    char error[DATA_ERROR_BYTES];
     const bool gpu = m->dev->gpu;
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
@@ -881,8 +886,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, sentence),
-            sentence);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
+            error);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -936,6 +941,7 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
+    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
@@ -946,7 +952,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, sentence), sentence);
+    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -996,28 +1002,29 @@ static DataSource data_source(const Options* o) {
 }
 
 static void resolve(Run* run) {
+    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, sentence), sentence);
+    require(dataset_look(&source, &vocabulary, &bytes, error), error);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[1]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, sentence), sentence);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, error), error);
     run->folder.sources[2] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, sentence), sentence);
+    require(options_needed(o, error), error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
     if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), sentence), sentence);
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), error), error);
     o->warmup = run->schedule.warmup;
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, sentence), sentence);
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, error), error);
     config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1131,12 +1138,13 @@ static const char* resume_optim(Options* o, Resume* merge) {
 
 // Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
+    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Resume* merge = &run->resume;
-    require(resume_words(o, sentence), sentence);
-    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, sentence), sentence);
+    require(resume_words(o, error), error);
+    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
     launch_broadcast(run->launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, sentence), sentence);
+    require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1254,24 +1262,25 @@ static void train(Run* run) {
 // Instead of training, with --model DIR: with `samples` it continues the prompts of --sample, on rank 0 alone;
 // otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
+    char error[DATA_ERROR_BYTES];
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, sentence);
-    require(folder != nullptr, sentence);
+    const char* folder = checkpoint_model(&o->model, true, error);
+    require(folder != nullptr, error);
     m.dev = &dev, m.launch = samples ? nullptr : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, sentence);
-    if (!tokenizer) user_error("--model %s: %s", o->model, sentence);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
+    if (!tokenizer) user_error("--model %s: %s", o->model, error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, sentence), sentence);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
@@ -1279,7 +1288,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, sentence), sentence);
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, error), error);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1353,13 +1362,14 @@ static void begin(Run* run) {
 }
 
 static int train_main(Options* o, const Launch* launch) {
+    char error[DATA_ERROR_BYTES];
     static Model model;
     static Run run;
     run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
-    sources[0] = run.resume.from, sources[1] = run.resume.state ? "" : checkpoint_model(&o->model, false, sentence);
-    require(sources[1] && resume_intent(o, *sources[1], sentence), sentence);
+    sources[0] = run.resume.from, sources[1] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
+    require(sources[1] && resume_intent(o, *sources[1], error), error);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
@@ -1404,18 +1414,19 @@ static void before_libraries(int, char**, char**) {
 __attribute__((section(".preinit_array"), used)) static const auto first_of_all = before_libraries;
 
 int main(int argc, char** argv) {
+    char error[DATA_ERROR_BYTES];
     openmp_wait_asleep(argv);
     Options options;
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, sentence), sentence);
+    require(options_parse(&options, argc, argv, error), error);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, sentence) && gpt2_take_size(&options, sentence), sentence);
+    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, sentence), sentence);
+    require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
