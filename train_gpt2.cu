@@ -707,7 +707,10 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        require(evaluation_open(&task, name, tokenizer, error), error);
+        char path[RUN_PATH_BYTES];  // which rank 0 knows: the others have no tokenizer
+        snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
+        launch_broadcast(m->launch, path, sizeof(path));
+        require(evaluation_open(&task, path, tokenizer, error), error);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }

@@ -88,8 +88,7 @@ static bool is_path(const char* name) {
     return strchr(name, '/') || text_ends(name, ".eval");
 }
 
-// Returns the file that a name stands for: one of the tokenizer's vocabulary.
-static const char* task_path(const char* name, const Tokenizer* tokenizer) {
+const char* evaluation_path(const char* name, const Tokenizer* tokenizer) {
     if (is_path(name)) return name;
     if (!tokenizer) return text_kept("data/eval/VOCABULARY/%s.eval", name);
     return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);
@@ -110,7 +109,7 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "--eval names nothing where a task belongs; type names or paths with one comma between two, "
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
-    const char* path = task_path(name, tokenizer);
+    const char* path = evaluation_path(name, tokenizer);
     snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
