@@ -13,10 +13,9 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 
-from cases import run_cases
+from cases import json_lines, run_cases
 from compare_case import COMPARE, SWEEP, Case, missing_tools
 
 REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "bytes.png")
@@ -51,7 +50,6 @@ def test_diverged_and_dead_runs(case):
 
 def test_ends(case):
     """How runs are judged: a kill beside a skipped step is no divergence, and a loss that rose is no result."""
-    sys.path.insert(0, str(COMPARE))
     from record import outcome
 
     def log(first, last, train=4.0):
@@ -112,7 +110,6 @@ def test_report_of_nothing_and_of_a_part(case):
 
 def test_curves(case):
     """Bands are standard errors, one seed has none; a panel has eight lines, its height is that of the last two thirds."""
-    sys.path.insert(0, str(COMPARE.parent))
     from curves import MOST, Curve, heights, mean_curve, parts_of, spread
 
     two = mean_curve("two", [{1: (10, 4.0), 2: (20, 3.0), 3: (30, 2.0)}, {1: (12, 4.2), 2: (24, 3.0), 9: (90, 1.0)}])
@@ -135,7 +132,6 @@ def test_curves(case):
 
 def test_names_are_beside_their_dots(case):
     """No name lies over another one or over a dot."""
-    sys.path.insert(0, str(COMPARE))
     import random
 
     from draw import beside, matplotlib, plt
@@ -164,7 +160,6 @@ def test_rates(case):
 
 def test_differences(case):
     """Differences are those of pairs, of one pair, and of runs without a common seed."""
-    sys.path.insert(0, str(COMPARE))
     from table import difference, pair_scatter
 
     base, root, nine = {1: 3.0, 2: 3.2, 3: 3.1}, math.sqrt, {seed: 3.1 + 0.1 * (seed % 2) for seed in range(9)}
@@ -203,7 +198,6 @@ def test_errors_of_two_baselines(case):
     """Each has a pool of its own; the picture's bar of what is compared to the study's baseline is the table's error."""
     from types import SimpleNamespace
 
-    sys.path.insert(0, str(COMPARE))
     from table import rows
 
     def run(name, seed, baseline):
@@ -252,7 +246,7 @@ def has_the_tables_figures(cells, rows):
 
 def has_the_logs_figures(record, folder):
     """Compares a record of 100 steps with what ./train wrote: every loss, the speed, and the banner's memory."""
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n")[:-1]]
+    log = json_lines(folder / "log.jsonl")
     train = [line for line in log if line["type"] == "train"]
     assert record["train"] == [[line["step"], round(line["loss"], 5)] for line in train] and len(train) == 100
     assert record["val"] == [[line["step"], line["loss"]] for line in log if line["type"] == "val"]
