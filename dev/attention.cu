@@ -75,13 +75,10 @@ static constexpr Shape sequences(int B, int NH, int T, int HS) {
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    printf("%s\n", dev.name);
-    const auto right = right_ones(&dev, VARIANTS,
-                                  {sequences(2, 2, 1, 64), sequences(2, 2, 17, 64), sequences(2, 2, 65, 64),
-                                   sequences(2, 2, 1000, 64), sequences(2, 2, 17, 128), sequences(2, 2, 1000, 128)});
-    for (const Shape& s : {sequences(64, 12, 1024, 64), sequences(16, 25, 1024, 64), sequences(16, 12, 4096, 64),
-                           sequences(4, 12, 16384, 64), sequences(16, 16, 1024, 128), sequences(4, 52, 1024, 128)})
-        time_in_turns(&dev, right, s, 0.0);
-    device_close(&dev);
-    return right.size() < std::size(VARIANTS);
+    return check_and_time(&dev, VARIANTS,
+                          {sequences(2, 2, 1, 64), sequences(2, 2, 17, 64), sequences(2, 2, 65, 64),
+                           sequences(2, 2, 1000, 64), sequences(2, 2, 17, 128), sequences(2, 2, 1000, 128)},
+                          {sequences(64, 12, 1024, 64), sequences(16, 25, 1024, 64), sequences(16, 12, 4096, 64),
+                           sequences(4, 12, 16384, 64), sequences(16, 16, 1024, 128), sequences(4, 52, 1024, 128)},
+                          false);
 }

@@ -133,13 +133,7 @@ static const Variant<Arrays> VARIANTS[] = {{"cuBLASLt", run_library, 1, error_of
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    printf("%s\n", dev.name);
     if (!gemm_fits(&dev, 65536, 3072, PG_SHARED_BYTES)) user_error("gemm: ours needs an H100 or H200");
-    const auto right =
-        right_ones(&dev, VARIANTS, {{640, 768, 512}, {1000, 1288, 456}, {1111, 520, 1600}, {9000, 1032, 768}});
-    const Shape shapes[] = {{65536, 768, 2304}, {65536, 768, 3072}, {65536, 3072, 768}, {16384, 1600, 6400}};
-    dev.warms_up = true;  // cuBLASLt's algorithms are searched for, in the operands' memory
-    for (const Shape& s : shapes) time_in_turns(&dev, right, s, 0.0);
-    device_close(&dev);
-    return right.size() < std::size(VARIANTS);
+    return check_and_time(&dev, VARIANTS, {{640, 768, 512}, {1000, 1288, 456}, {1111, 520, 1600}, {9000, 1032, 768}},
+                          {{65536, 768, 2304}, {65536, 768, 3072}, {65536, 3072, 768}, {16384, 1600, 6400}}, false);
 }

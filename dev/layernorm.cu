@@ -161,10 +161,7 @@ static const Variant<Arrays> VARIANTS[] = {
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    const auto right = right_ones(&dev, VARIANTS, {{3000, 768, 0}, {3000, 1600, 0}});
-    const double copy = print_copy_rate(&dev, 2ll << 30);
-    const Shape shapes[] = {{65536, 384, 0}, {65536, 768, 0}, {32768, 1024, 0}, {32768, 1280, 0}, {16384, 1600, 0}};
-    for (const Shape& s : shapes) time_in_turns(&dev, right, s, copy);
-    device_close(&dev);
-    return right.size() < std::size(VARIANTS);
+    return check_and_time(&dev, VARIANTS, {{3000, 768, 0}, {3000, 1600, 0}},
+                          {{65536, 384, 0}, {65536, 768, 0}, {32768, 1024, 0}, {32768, 1280, 0}, {16384, 1600, 0}},
+                          true);
 }

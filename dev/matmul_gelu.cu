@@ -84,13 +84,7 @@ static const Variant<Arrays> VARIANTS[] = {
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    printf("%s\n", dev.name);
     if (!matmul_gelu_fits(&dev, 65536, 3072, 768)) user_error("matmul_gelu: ours needs an H100 or H200, and sm_90a");
-    const auto right =
-        right_ones(&dev, VARIANTS, {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}, {9000, 768, 1032}});
-    const Shape shapes[] = {{65536, 768, 3072}, {32768, 1024, 4096}, {32768, 1280, 5120}, {16384, 1600, 6400}};
-    dev.warms_up = true;  // cuBLASLt's algorithms are searched for, in the operands' memory
-    for (const Shape& s : shapes) time_in_turns(&dev, right, s, 0.0);
-    device_close(&dev);
-    return right.size() < std::size(VARIANTS);
+    return check_and_time(&dev, VARIANTS, {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}, {9000, 768, 1032}},
+                          {{65536, 768, 3072}, {32768, 1024, 4096}, {32768, 1280, 5120}, {16384, 1600, 6400}}, false);
 }

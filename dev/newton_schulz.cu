@@ -14,21 +14,6 @@ static OptimConfig config_of(const char* coefficients) {
     return config;
 }
 
-static float half_float(__half x) {
-    return __half2float(x);
-}
-static float half_float(bf16 x) {
-    return __bfloat162float(x);
-}
-
-template <class T>
-static float* host_values(Room* room, const T* device, int64_t n) {
-    const T* bits = room->to_host(device, n);
-    float* values = room->host<float>(n);
-    for (int64_t i = 0; i < n; i++) values[i] = half_float(bits[i]);
-    return values;
-}
-
 // to = scale x, in T. Grid any, block 256.
 template <class T>
 __global__ void scale_kernel(T* to, const float* x, int64_t n, float scale) {
@@ -146,7 +131,7 @@ static void jordan(const Device* dev, const Arrays* a) {
 static double distance(Arrays* a, Run run, const OptimConfig* config) {
     run(a->dev, a, config);
     const bool is_half = run != run_plain;
-    float* got = is_half ? host_values(a, (__half*)a->result, a->n) : host_values(a, (bf16*)a->result, a->n);
+    float* got = is_half ? host_floats(a, (__half*)a->result, a->n) : host_floats(a, (bf16*)a->result, a->n);
     for (int64_t i = 0; i < a->n && is_half; i++) got[i] /= POLAR_SCALE;
     double error = 0.0;
     for (int64_t k = 0, size = a->rows * a->cols; k < a->shape.N; k++) {

@@ -106,10 +106,11 @@ inline double print_copy_rate(const Device* dev, int64_t bytes) {
     return rate;
 }
 // Returns the values in device memory as floats.
-inline float* host_floats(Room* room, const bf16* device, int64_t n) {
-    const bf16* bits = room->to_host(device, n);
+template <class T>
+float* host_floats(Room* room, const T* device, int64_t n) {
+    const T* bits = room->to_host(device, n);
     float* values = room->host<float>(n);
-    for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
+    for (int64_t i = 0; i < n; i++) values[i] = (float)bits[i];
     return values;
 }
 

@@ -32,6 +32,11 @@ inline double off(Room* room, const float* got, const float* want, int64_t n, do
     return relative_error(room->to_host(got, n), want, n) / bound;
 }
 
+// Returns 0 if bytes on the device are as wanted.
+inline double off_bits(Room* room, const void* got, const void* want, int64_t bytes) {
+    return memcmp(room->to_host((const char*)got, bytes), want, (size_t)bytes) == 0 ? 0.0 : INFINITY;
+}
+
 // Checks each row at each of the small shapes. Returns the rows that are right.
 template <class Arrays, size_t ROWS>
 std::vector<Variant<Arrays>> right_ones(const Device* dev, const Variant<Arrays> (&rows)[ROWS],
@@ -80,4 +85,18 @@ void time_in_turns(const Device* dev, const std::vector<Variant<Arrays>>& rows, 
         if (copy <= 0.0) printf(" %6.1f TFLOP/s\n", work / ms * 1e-9);
     }
     fflush(stdout);
+}
+
+// What a program does with its table: checks each row at the small shapes, and times what is right at the others. Its
+// work is bytes, to be compared with the copy rate, or FLOPs. Returns the exit status, and closes the device.
+template <class Arrays, size_t ROWS>
+int check_and_time(Device* dev, const Variant<Arrays> (&rows)[ROWS], const std::vector<Shape>& small,
+                   const std::vector<Shape>& shapes, bool is_bytes) {
+    const auto right = right_ones(dev, rows, small);
+    if (!is_bytes) printf("%s\n", dev->name);
+    const double copy = is_bytes ? print_copy_rate(dev, 2ll << 30) : 0.0;
+    dev->warms_up = true;  // cuBLASLt's algorithms are searched for, in the operands' memory
+    for (const Shape& s : shapes) time_in_turns(dev, right, s, copy);
+    device_close(dev);
+    return right.size() < ROWS;
 }

@@ -1,6 +1,9 @@
 """Runs the cases of the tests in Python beside it: one line each, `N passed, N failed, N skipped` last."""
 
+import csv
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,11 +38,38 @@ class Folder:
         assert status in (None, done.returncode), done
         return done
 
+    def begun(self, *words, hangup=signal.SIG_DFL, environment=(), **how):
+        """Starts a program that hears Ctrl-C even under nohup or &; `hangup`: what it does at SIGHUP."""
+
+        def hear():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, hangup)
+
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder, "preexec_fn": hear} | how
+        return subprocess.Popen([*map(str, words)], env={**os.environ, **dict(environment)}, **how)
+
     def refused(self, done, begins, *expected):
         """Expects status 2 and one sentence that begins so and holds these texts."""
         said = done.stderr
         assert done.returncode == 2 and said.startswith(begins) and said.count("\n") == 1, done
         assert all(text in said for text in expected), (expected, said)
+
+
+def ended(process, number, seconds=60):
+    """Sends a signal. Returns the exit status, and what the process said that was not read yet, on each stream."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def json_lines(path):
+    """Returns the values of the whole lines of a file; of none, no values."""
+    return [json.loads(line) for line in (path.read_text().split("\n")[:-1] if path.exists() else ())]
+
+
+def csv_rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def wait_for(what, seconds=60):

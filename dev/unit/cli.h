@@ -192,11 +192,6 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
     if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
 }
 
-#define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
-#define QUICK "--batch 2 --val-every 0 --sample-every 0 --print-every 1000000"
-// The arguments are the folder of text.txt and that of the run.
-#define BRIEF SHAPE " " QUICK " --data %s/text.txt --run %s"
-
 // Expects that the files of this name in two folders are there and equal.
 inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name) {
     int64_t a_bytes = 0, b_bytes = 0;

@@ -1,14 +1,12 @@
 """What the tests of dev/compare share: a temporary folder with ways to run sweeps in it, the smallest sweep, and what is
 missing where nothing can be tested."""
 
-import csv
 import json
 import re
-import signal
 import subprocess
 import sys
 
-from cases import ROOT, Folder, wait_for  # noqa: F401
+from cases import ROOT, Folder, csv_rows, json_lines
 
 COMPARE = ROOT / "dev" / "compare"
 sys.path.insert(0, str(COMPARE))
@@ -42,15 +40,8 @@ class Case(Folder):
         folders = [] if "--out" in more else ["--out", self.out, "--work", self.work]
         return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
 
-    def start(self, sweep, *more, hangup=signal.SIG_DFL, **how):
-        """Starts a sweep that hears Ctrl-C even under nohup or &; `hangup`: what it does at SIGHUP."""
-
-        def hear():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, hangup)
-
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
-        return subprocess.Popen(self.command(sweep, *more), preexec_fn=hear, **how)
+    def start(self, sweep, *more, **how):
+        return self.begun(*self.command(sweep, *more), **how)
 
     def run(self, text, *more, status=0):
         sweep = self.write(text) if isinstance(text, str) else text
@@ -65,9 +56,8 @@ class Case(Folder):
 
     def records(self, out=None):
         """Returns {slug: record} of runs.jsonl."""
-        path = (out or self.out) / "runs.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return {slug(record["name"], record["seed"]): record for record in map(json.loads, lines)}
+        records = json_lines((out or self.out) / "runs.jsonl")
+        return {slug(record["name"], record["seed"]): record for record in records}
 
     def record(self, name):
         return self.records()[name]
@@ -78,8 +68,7 @@ class Case(Folder):
         (self.out / "runs.jsonl").write_text("".join(line + "\n" for line in lines))
 
     def rows(self, out=None):
-        with ((out or self.out) / "table.csv").open(newline="") as file:
-            return {row["configuration"]: row for row in csv.DictReader(file)}
+        return {row["configuration"]: row for row in csv_rows((out or self.out) / "table.csv")}
 
     def cells(self, out=None):
         """Returns {configuration: cells} of table.md, its head included."""

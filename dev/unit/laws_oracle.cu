@@ -130,21 +130,13 @@ static double roundings_off(const Whole<double>& want, const X* got) {
     return worst;
 }
 
-static double distance(const std::vector<double>& a, const float* b) {
-    double sum = 0.0;
-    for (size_t i = 0; i < a.size(); i++) sum += pow(a[i] - (double)b[i], 2);
-    return sqrt(sum);
-}
-
 // Returns the error over its bound on a GPU. A polar factor's error is at most four times that of its roundings to
 // fp16; a product of fp32 in parts of TF32, or the sums of one of bf16, cost 2^-10 of what the weights move by.
 static double share_on_gpu(const Case& c, const OptimRun* run, const Whole<double>& want, int t, int part,
                            const float* got) {
     if (!is_low_rank(find_row(rule_table(), want.config->rule))) {
         const Whole<double> rounded = oracle_of<double>(c, run, t, part, true);
-        double usual = 0.0;
-        for (int64_t i = 0; i < want.size(); i++) usual += pow(rounded.p[i] - want.p[i], 2);
-        return distance(want.p, got) / (4.0 * sqrt(usual));
+        return distance(want.p, got) / (4.0 * distance(rounded.p, want.p.data()));
     }
     return distance(want.p, got) / (norm_of(want.moved) / 1024.0);
 }

@@ -44,13 +44,6 @@ static std::vector<float> form_fp32(const OptimConfig* config, int shape, bool p
     return tall ? transposed(given).x : given.x;
 }
 
-template <class R>
-static double distance(const std::vector<double>& a, const std::vector<R>& b) {
-    double sum = 0.0;
-    for (size_t i = 0; i < a.size(); i++) sum += pow(a[i] - (double)b[i], 2);
-    return sqrt(sum);
-}
-
 // In fp32 both forms are off by at most four times what the oracle in fp32 is; eight steps have three stretches.
 TEST(newton_schulz_forms_agree) {
     double worst = 0.0;
@@ -61,9 +54,9 @@ TEST(newton_schulz_forms_agree) {
                 Dense<double> exact = form_of<double>(shape);
                 Dense<float> usual = form_of<float>(shape);
                 polar_plain(&config, &exact), polar_plain(&config, &usual);
-                const double bound = 4.0 * distance(exact.x, usual.x);
+                const double bound = 4.0 * distance(exact.x, usual.x.data());
                 for (bool plain : {true, false}) {
-                    const double off = distance(exact.x, form_fp32(&config, shape, plain)) / bound;
+                    const double off = distance(exact.x, form_fp32(&config, shape, plain).data()) / bound;
                     expect(off <= 1.0 && off > 0.0, "%s, %d steps, %d x %d, plain %d: %g of the bound", coefficients,
                            (int)steps, (int)exact.rows, (int)exact.cols, plain, off);
                     worst = fmax(worst, off);

@@ -50,6 +50,13 @@ R norm_of(const std::vector<R>& x) {
 }
 
 template <class R>
+double distance(const std::vector<double>& a, const R* b) {
+    double sum = 0.0;
+    for (size_t i = 0; i < a.size(); i++) sum += pow(a[i] - (double)b[i], 2);
+    return sqrt(sum);
+}
+
+template <class R>
 void scale_by(std::vector<R>* x, R factor) {
     for (R& each : *x) each *= factor;
 }

@@ -3,8 +3,6 @@
 #include "../../optim/plan.h"
 #include "steps.h"
 
-static const int STATES = name_count(STATE_NAMES);
-
 static OptimConfig table_config(const char* preset, const char* weights, const char* m, const char* v) {
     OptimConfig config = {preset, "", weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     return resolved(config);
@@ -70,20 +68,6 @@ static double more_of(const char* name) {
 // The error of a number that was printed with four digits.
 static bool says(double printed, double real, double more) {
     return real >= printed * (1.0 - 5e-4) && real <= printed * (1.0 + 5e-4) + more;
-}
-
-// Formats may be given to --m exactly if they have negative levels.
-TEST(tables_signs) {
-    int signs = 0;
-    for (const char* name : STATE_NAMES) {
-        const FormatRow* row = state_row(name);
-        expect(serves_m(name) == row->has_sign, "%s", name);
-        signs += row->has_sign;
-        if (in_spans(name)) continue;
-        float back = becomes(test, row, NOISE_M, -1.0f);
-        expect(row->has_sign ? back < -0.5f : back >= 0.0f, "%s: -1 becomes %g", name, (double)back);
-    }
-    expect(signs > 80 && signs < STATES - 80, "%d of %d", signs, STATES);
 }
 
 static char* list_text(Test* test, bool presets) {

@@ -19,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from cases import run_cases
-from compare_case import BASE, COMPARE, ROOT, SWEEP, Case, missing_tools, wait_for
+from cases import ROOT, ended, json_lines, run_cases, wait_for
+from compare_case import BASE, COMPARE, SWEEP, Case, missing_tools
 
 
 def steps_logged(folder):
@@ -149,8 +149,7 @@ def test_resumes_after_kill(case):
     process = case.start(sweep, "--only", "a")
     folder = case.work / "a_s1"
     wait_for(lambda: list(folder.glob("step_????????/state.json")))
-    process.kill()
-    process.communicate()
+    ended(process, signal.SIGKILL)
     wait_for(lambda: not processes(folder), 10)
     assert not case.records()
     case.run(sweep, "--only", "a", "--no-report")
@@ -167,9 +166,8 @@ def test_stops_children_at_ctrl_c(case):
     process = case.start(case.write(UNSAVED), "--jobs", 2)
     wait_for(lambda: len(processes(case.work / "a_s1")) and len(processes(case.work / "b_s1")))
     wait_for(lambda: all((case.work / name / "log.jsonl").exists() for name in ("a_s1", "b_s1")))
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "stopping 2 runs" in out, (out, err)
+    status, out, err = ended(process, signal.SIGINT)
+    assert status == 130 and "stopping 2 runs" in out, (out, err)
     assert not processes(case.work / "a_s1") and not processes(case.work / "b_s1")
     assert not case.records()
     begun = json.loads(next((case.work / "a_s1").glob("step_*/state.json")).read_text())["step"]
@@ -186,9 +184,7 @@ def test_two_at_once_are_refused(case):
     assert f"{case.work}: another run.py is at work" in case.run(sweep, status=2)
     said = case.run(sweep, "--out", case.out, "--work", case.folder / "w", status=2)
     assert f"{case.out}: another run.py is at work" in said, said
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 130 and not os.listdir(case.out), (process.returncode, os.listdir(case.out))
+    assert ended(process, signal.SIGTERM)[0] == 130 and not os.listdir(case.out), (process.returncode, os.listdir(case.out))
 
 
 def test_what_another_ended_meanwhile(case):
@@ -196,7 +192,7 @@ def test_what_another_ended_meanwhile(case):
     sweep, here, go = case.write(SWEEP), case.folder / "here", case.folder / "go"
     slow = case.trainer(f'case "$SLOW$*" in 1*--dry-run*) touch {here}; until [ -e {go} ]; do sleep 0.02; done ;; esac')
     more = ("--trainer", slow, "--no-report")
-    process = case.start(sweep, *more, env={**os.environ, "SLOW": "1"})
+    process = case.start(sweep, *more, environment={"SLOW": "1"})
     wait_for(here.exists)
     case.run(sweep, "--only", "b", *more)
     go.touch()
@@ -213,17 +209,14 @@ def test_terminal_that_closes(case):
         os.close(its)
         wait_for(lambda: steps_logged(folder))
         os.close(ours)
-        process.send_signal(number)
-        assert process.wait(timeout=60) == 130 and list(folder.glob("step_*/state.json")), "it has saved"
+        assert ended(process, number)[0] == 130 and list(folder.glob("step_*/state.json")), "it has saved"
         shutil.rmtree(case.work)
     process = case.start(case.write(UNSAVED), hangup=signal.SIG_IGN)
     wait_for(lambda: processes(folder))
     process.send_signal(signal.SIGHUP)
     said = steps_logged(folder)
     wait_for(lambda: steps_logged(folder) > said + 30)  # a run that was stopped would end at its next step
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert ended(process, signal.SIGINT)[0] == 130
 
 
 def test_budget(case):
@@ -279,8 +272,7 @@ def test_seconds_of_training(case):
 
 
 def train_losses(folder):
-    lines = map(json.loads, (folder / "log.jsonl").read_text().split("\n")[:-1])
-    return [line["loss"] for line in lines if line["type"] == "train"]
+    return [line["loss"] for line in json_lines(folder / "log.jsonl") if line["type"] == "train"]
 
 
 def test_runs_differ_by_the_option_alone(case):
@@ -341,7 +333,6 @@ def test_progress(case):
     import io
     from types import SimpleNamespace
 
-    sys.path.insert(0, str(COMPARE))
     from run import ROOT, options_read
     from runner import Job, Runner, RunLog
 

@@ -33,7 +33,7 @@ except ImportError:
     except ImportError:
         zstd = None
 
-from cases import ROOT, Folder, run_cases
+from cases import ROOT, Folder, ended, run_cases
 
 MERGES = "Ġ t|h e|i n|r e|Ġt he|o n|Ġ Ġ|Ċ Ċ|e r|Ġ a|n d|Ġa nd|' s".split("|")
 
@@ -432,13 +432,11 @@ def test_interrupted_and_killed(case):
     name, small = case.write("a.txt", sample(1, 100_000) * 150), case.write("b.txt", "the\n" * 99)
     command = [sys.executable, str(ROOT / "data" / "prepare.py"), name, "--tokenizer", "vocabulary", "--out", "o p"]
     for number, status in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
-        process = subprocess.Popen(command, cwd=case.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = case.begun(*command)
         while not list(case.folder.glob("o p.tmp/train_*.bin")):
             assert process.poll() is None and time.sleep(0.05) is None
         case.refuse("o p.tmp: another prepare.py writes it or was killed; wait, or type rm -r 'o p.tmp'", small, "--out", "o p")
-        process.send_signal(number)
-        process.communicate(timeout=60)
-        assert process.returncode == status and not (case.folder / "o p").exists(), process.returncode
+        assert ended(process, number)[0] == status and not (case.folder / "o p").exists(), process.returncode
         assert (case.folder / "o p.tmp").exists() == (number == signal.SIGKILL)
     command[2], command[-1] = small, "whole"
     done = case.typed("bash", "-c", shlex.join(command) + ' | true; exit ${PIPESTATUS[0]}', status=0)

@@ -5,15 +5,12 @@ of the program and of the studies.
     python3 dev/unit/test_readme.py [-k SUBSTRING]
 """
 
-import csv
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-from cases import run_cases
+from cases import ROOT, csv_rows, run_cases
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = {"": 1800, "optim": 3500, "kernels": 1800, "data": 2200, "dev": 900, "dev/compare": 2500, "optim/python": 900}
 READMES = [ROOT / folder / "README.md" for folder in WORDS]
 
@@ -67,8 +64,7 @@ def test_presets():
     listed = dict(re.findall(r"^  (\S+) +\S+ +\S+ +\S+ +\S+ +([\d.]+)  ", train("--list-presets"), re.M))
     studies = {}
     for study in ("d6", "d6_muon"):
-        with (ROOT / f"dev/compare/results/{study}/table.csv").open(newline="") as file:
-            studies[study] = {row["configuration"]: row for row in csv.DictReader(file)}
+        studies[study] = {row["configuration"]: row for row in csv_rows(ROOT / f"dev/compare/results/{study}/table.csv")}
     shown = {row[1].strip("`"): row for row in tables("README.md", 5) if row[1].strip("`") in listed}
     assert len(shown) == 7, shown
     for name, row in shown.items():

@@ -13,10 +13,9 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 
-from cases import run_cases
+from cases import json_lines, run_cases
 from compare_case import COMPARE, SWEEP, Case, missing_tools
 
 REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "bytes.png")
@@ -51,7 +50,6 @@ def test_diverged_and_dead_runs(case):
 
 def test_ends(case):
     """How runs are judged: a kill beside a skipped step is no divergence, and a loss that rose is no result."""
-    sys.path.insert(0, str(COMPARE))
     from record import outcome
 
     def log(first, last, train=4.0):
@@ -110,32 +108,18 @@ def test_report_of_nothing_and_of_a_part(case):
     assert sorted(path.name for path in case.out.iterdir()) == ["runs.jsonl", "table.csv", "table.md"]
 
 
-def test_curves(case):
-    """Bands are standard errors, one seed has none; a panel has eight lines, its height is that of the last two thirds."""
-    sys.path.insert(0, str(COMPARE.parent))
-    from curves import MOST, Curve, heights, mean_curve, parts_of, spread
+def test_means(case):
+    """Of seeds at the steps that all have, with the standard error; of one seed there is none."""
+    from curves import mean_curve
 
     two = mean_curve("two", [{1: (10, 4.0), 2: (20, 3.0), 3: (30, 2.0)}, {1: (12, 4.2), 2: (24, 3.0), 9: (90, 1.0)}])
     assert (two.x, two.seeds) == ([11, 22], 2) and math.isclose(two.y[0], 4.1) and two.y[1] == 3.0, two
     assert math.isclose(two.errors[0], 0.1) and two.errors[1] == 0.0, two.errors
-    one = mean_curve("one", [{1: (10, 5.0)}])
-    assert not one.errors and one.label == "one  5.0000 (1 seed)", one.label
-    assert two.label == "two  3.0000 ± 0.0000 (2 seeds)", two.label
-    many = [Curve(str(i), [0, 1], [9.0, float(-i)]) for i in range(10)]
-    parts = parts_of([two, *many], two)
-    assert [len(part) for part in parts] == [MOST, 4] and all(part[0] is two for part in parts)
-    assert [curve.name for curve in parts[0][1:3]] == ["9", "8"], "the lowest first"
-    low, high = heights([Curve("a", [0, 1, 2, 3], [9.0, 5.0, 4.0, 3.0], 2, [0.0, 0.5, 0.0, 1.0])], [])
-    assert low < 2.0 < 5.5 < high < 6.0, (low, high)
-    wanted = [0, 1, 2, 50, 100, 100]
-    places = spread(wanted, 0, 100, 10)
-    assert all(b - a >= 10 - 1e-9 for a, b in zip(places, places[1:])) and 0 <= places[0] and places[-1] <= 100, places
-    assert places[3] == 50, "a name that is alone is beside its line"
+    assert not mean_curve("one", [{1: (10, 5.0)}]).errors
 
 
 def test_names_are_beside_their_dots(case):
     """No name lies over another one or over a dot."""
-    sys.path.insert(0, str(COMPARE))
     import random
 
     from draw import beside, matplotlib, plt
@@ -164,7 +148,6 @@ def test_rates(case):
 
 def test_differences(case):
     """Differences are those of pairs, of one pair, and of runs without a common seed."""
-    sys.path.insert(0, str(COMPARE))
     from table import difference, pair_scatter
 
     base, root, nine = {1: 3.0, 2: 3.2, 3: 3.1}, math.sqrt, {seed: 3.1 + 0.1 * (seed % 2) for seed in range(9)}
@@ -203,7 +186,6 @@ def test_errors_of_two_baselines(case):
     """Each has a pool of its own; the picture's bar of what is compared to the study's baseline is the table's error."""
     from types import SimpleNamespace
 
-    sys.path.insert(0, str(COMPARE))
     from table import rows
 
     def run(name, seed, baseline):
@@ -252,7 +234,7 @@ def has_the_tables_figures(cells, rows):
 
 def has_the_logs_figures(record, folder):
     """Compares a record of 100 steps with what ./train wrote: every loss, the speed, and the banner's memory."""
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n")[:-1]]
+    log = json_lines(folder / "log.jsonl")
     train = [line for line in log if line["type"] == "train"]
     assert record["train"] == [[line["step"], round(line["loss"], 5)] for line in train] and len(train) == 100
     assert record["val"] == [[line["step"], line["loss"]] for line in log if line["type"] == "val"]

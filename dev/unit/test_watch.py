@@ -7,7 +7,6 @@ The logs are made here, line by line. Cases with `page` in their names open the 
 where there is none.
 """
 
-import csv
 import functools
 import http.client
 import http.server
@@ -22,10 +21,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from browser import Page, find_browser
-from cases import ROOT, Folder, run_cases, wait_for
+from cases import ROOT, Folder, csv_rows, ended, json_lines, run_cases, wait_for
 
 sys.path.insert(0, str(ROOT / "dev"))
 RESUME_AT = 20
@@ -80,10 +78,7 @@ class Case(Folder):
         self.refused(self.run(script, *arguments, **environment), script.removesuffix(".py") + ": error: ", expected)
 
     def start(self, *arguments, **environment):
-        command = [sys.executable, str(ROOT / "dev" / "watch.py"), *map(str, arguments)]
-        hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 (also under nohup)
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear}
-        return subprocess.Popen(command, cwd=self.folder, env={**os.environ, **environment}, **how)
+        return self.begun(sys.executable, ROOT / "dev" / "watch.py", *arguments, environment=environment)
 
 
 class Server:
@@ -100,8 +95,7 @@ class Server:
         return self
 
     def __exit__(self, *_):
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(20) == 0, self.process.stderr.read()
+        assert ended(self.process, signal.SIGINT, 20) == (0, "", "")
 
     def ask(self, method, path, body=None, host=None):
         """Returns (status, type, contents) of an answer."""
@@ -261,19 +255,15 @@ def test_errors(case):
     case.refuse("plot.py", "line 2: not a record", case.log("c", CONFIG, "oh\n", train(1)))
 
 
-def read_table(path):
-    return list(csv.DictReader(io.StringIO(path.read_text())))
-
-
 def test_export_csv(case):
     case.log("deep/a", CONFIG, val(0, 8.0), train(1), train(2, loss=float("inf")), val(2, 6.0))
     case.log("deep/a", evaluated(2, "hellaswag", acc=0.25))
     other = case.log("deep_a", CONFIG, train(1))
     done = case.run("watch.py", "runs", "--export", "csv", "--out", "out")
     assert done.returncode == 0 and done.stdout.endswith("csv: 2 runs in out\n"), done
-    assert len(read_table(case.folder / "out" / "deep_a.csv")) == 1, "another run has another file"
+    assert len(csv_rows(case.folder / "out" / "deep_a.csv")) == 1, "another run has another file"
     shutil.rmtree(other)
-    rows = read_table(case.folder / "out" / "deep_a_6fa53a.csv")
+    rows = csv_rows(case.folder / "out" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert rows[2]["train/loss"] == "" and rows[2]["train/lr"] == "0.003"
     assert (rows[2]["val/loss"], rows[2]["eval/hellaswag/acc"], rows[1]["val/loss"]) == ("6.0", "0.25", "")
@@ -282,9 +272,9 @@ def test_export_csv(case):
     case.log("deep/a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4)))
     case.log("b", CONFIG, train(1))
     wait_for((case.runs / "export" / "b.csv").exists)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0, process.stderr.read()
-    rows = read_table(case.runs / "export" / "deep_a_6fa53a.csv")
+    status, _, said = ended(process, signal.SIGINT, 20)
+    assert status == 0, said
+    rows = csv_rows(case.runs / "export" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"] and rows[2]["train/loss"] != "", rows
 
 
@@ -303,7 +293,7 @@ def __getattr__(name):
 def test_export_tensorboard_and_wandb(case):
     for name in ("tensorboardX", "wandb"):
         (case.folder / f"{name}.py").write_text(STUB)
-    noted = lambda: [json.loads(line) for line in (case.folder / "calls").read_text().split("\n")[:-1]]
+    noted = lambda: json_lines(case.folder / "calls")
     here = {"PYTHONPATH": str(case.folder)}
     first = [{**CONFIG, "unix_s": 1000}, val(0, 8.0), train(1), train(2, loss=float("nan"))]
     old = case.log("a", *first, sampled(2, "a", "b")) / "export" / "a" / "events.out.tfevents.old"
@@ -320,8 +310,8 @@ def test_export_tensorboard_and_wandb(case):
     assert process.stdout.readline() == "a: 2 training steps\n"
     case.log("a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4, 5)))
     wait_for(lambda: {"step": 4} in [line[-1] for line in noted()])
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0, process.stderr.read()
+    status, _, said = ended(process, signal.SIGINT, 20)
+    assert status == 0, said
     first, *logged, last = noted()
     assert first[0] == "init" and first[1]["name"] == "a" and first[1]["config"] == CONFIG["options"] and last[0] == "finish"
     assert [line[-1]["step"] for line in logged] == [0, 1, 2, 3, 4, 5], "no step twice, none missing"
