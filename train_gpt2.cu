@@ -115,7 +115,7 @@ struct Model {
     Arena arena;          // the tensors and how they are kept: weights, gradients, states
     ModelTensor* stored;  // the same tensors as files hold them
     int64_t parameters;   // sum of the tensors' sizes, padding of the vocabulary included
-    int64_t largest;      // of these sizes
+    int64_t largest;      // elements of the largest tensor
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_of
@@ -183,7 +183,7 @@ template <typename X, typename G>
 struct Activations {
     int B, T;        // of this pass: sequences, and tokens of each
     int64_t N;       // B*T
-    bool adds;       // to the gradients in memory, which it overwrites otherwise
+    bool adds;       // true: this pass adds to the gradients in memory; false: it overwrites them
     X *wte, *wpe;    // (Vp, C), (max_T, C)
     G *dwte, *dwpe;  // their gradients
     Block<X, G> block[GPT2_MAX_LAYERS + 1];
@@ -707,7 +707,7 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        char path[RUN_PATH_BYTES];  // which rank 0 knows: the others have no tokenizer
+        char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
         snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
         launch_broadcast(m->launch, path, sizeof(path));
         require(evaluation_open(&task, path, tokenizer, error), error);
@@ -1013,9 +1013,9 @@ static void resolve(Run* run) {
     int vocabulary;
     bool bytes;
     require(dataset_look(&source, &vocabulary, &bytes, error), error);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[1]);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, error), error);
-    run->folder.sources[2] = run->train_data.tokenizer;
+    run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
     require(options_needed(o, error), error);
@@ -1339,13 +1339,13 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    const char *model = run->options->model, *folder = run->folder.sources[1];
+    const char *model = run->options->model, *weights = run->folder.sources[FROM_MODEL];
     if (run->resume.state) {
         checkpoint_read(run, run->resume.state, run->resume.from);
         snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
         run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
-    } else if (*folder) {
-        model_read(m, folder);
+    } else if (*weights) {
+        model_read(m, weights);
     } else {
         if (file_exists(path_in(model, "model.safetensors"))) {
             run_say(&run->folder,
@@ -1371,8 +1371,9 @@ static int train_main(Options* o, const Launch* launch) {
     run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
-    sources[0] = run.resume.from, sources[1] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
-    require(sources[1] && resume_intent(o, *sources[1], error), error);
+    sources[FROM_CHECKPOINT] = run.resume.from,
+    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
+    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], error), error);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),

@@ -154,12 +154,13 @@ static bool swap(const CheckpointWriter* writer) {
     const char *folder = writer->path, *temporary = writer->folder;
     char* error = writer->error;
     const bool swapped = renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // A file system that cannot exchange two names, such as NFS, loses the old folder before it has the new one.
-    if (!swapped && errno == EINVAL && !folder_remove(folder, error)) return false;
+    // Where two names cannot be exchanged, as on NFS, the old folder loses its name first.
+    const char* old = !swapped && errno == EINVAL ? text_kept("%s.damaged", folder) : NULL;
+    if (old) rename(folder, old);
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
+    return folder_sync(path_parent(folder), error) && folder_remove(old ? old : temporary, error);
 }
 
 bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {

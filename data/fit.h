@@ -18,7 +18,7 @@ enum { FIT_PRESETS = 80 };
 typedef struct {
     const Options* asked;
     const char* model;                 // --model, or the folder that it names
-    const char* folder;                // of --model DIR, or ""
+    const char* folder;                // where config.json lies; "" for a shape of nibble's
     int vocabulary;                    // of --data or of the folder, else GPT-2's
     bool bytes;                        // --data is read as bytes
     const char* preset;                // the only one, of which all ways are shown; NULL: the best way of each

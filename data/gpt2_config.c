@@ -117,13 +117,13 @@ bool gpt2_unknown(const char* name, char* error) {
         name, text);
 }
 
-// A member of config.json: a number that the shape takes, or one of which nibble has transformers' default alone.
+// A member of config.json: a number that the shape takes, or a setting of which nibble supports transformers' default.
 typedef struct {
     const char *key, *wanted;  // wanted: its only value, as JSON; NULL: a whole number from 1 to `max`
     int64_t usual, max, *number;
 } Member;
 
-// Takes or checks a member. An absent one, and of others than numbers null, stands for the default.
+// Takes or checks a member. An absent one means the default, and so does null, except for numbers.
 static bool member_take(const Json* json, const Member* member, const char* folder, char* error) {
     const Json* found = json_get(json, member->key);
     SCOPED char* text = found ? json_text(found) : text_copy("null");

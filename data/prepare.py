@@ -78,7 +78,7 @@ def draw(pieces, share, unit, seed):
     """Yields (part, whether it begins a document, text) of each piece, where about `share` of the text is for "val".
 
     The text is counted in documents, and a longer one in stretches of at most `unit` characters. One is drawn from each
-    1 / share of them, so every input gives its share. A stretch of another part than the one before begins a document.
+    1 / share of them, so an input of many stretches gives its share. A stretch of another part than the one before begins a document.
     """
     generator, count, chosen, part = random.Random(seed), 0, -1, None
     for number, stretch in enumerate(stretches(pieces, unit)):

@@ -63,17 +63,17 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
 
 // Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
 static const char* weights_folder(const RunFolder* run) {
-    return *run->sources[0] ? run->sources[0] : run->sources[1];
+    return *run->sources[FROM_CHECKPOINT] ? run->sources[FROM_CHECKPOINT] : run->sources[FROM_MODEL];
 }
 
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
 // resumed, the checkpoint's files replace those of the folder.
 static bool tokenizer_take(RunFolder* run, bool bytes) {
     char* error = run->error;
-    const char* const sources[2] = {weights_folder(run), run->sources[2]};
+    const char* const sources[2] = {weights_folder(run), run->sources[FROM_DATA]};
     for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[0], error)) {
+        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[FROM_CHECKPOINT], error)) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
@@ -85,7 +85,7 @@ static bool tokenizer_take(RunFolder* run, bool bytes) {
 
 bool run_folder_make(RunFolder* run, bool bytes) {
     char* error = run->error;
-    const bool again = *run->sources[0] || strcmp(run->options->resume, "auto") == 0;
+    const bool again = *run->sources[FROM_CHECKPOINT] || strcmp(run->options->resume, "auto") == 0;
     const char** name = &run->options->run;
     if (!**name) {
         if (!folder_name(run, run->options->model, error)) return false;
@@ -257,7 +257,7 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     const Options* o = run->options;
     const char* weights = weights_folder(run);
     char* error = run->error;
-    const bool resumes = *run->sources[0], saves = size > 0 && strcmp(o->save, "none") != 0;
+    const bool resumes = *run->sources[FROM_CHECKPOINT], saves = size > 0 && strcmp(o->save, "none") != 0;
     const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     const long long most = o->keep == OPTION_AUTO ? 3 : o->keep, count = most < all ? most + 1 : all;
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
@@ -265,13 +265,13 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                           count > 1 ? "s" : "", most > 1 && all > 2 ? ", or type --keep 1" : "",
                           strcmp(o->save, "all") == 0 ? ", or type --save weights or none" : "");
     }
-    if (!tokenizers_agree(weights, run->sources[2])) {
+    if (!tokenizers_agree(weights, run->sources[FROM_DATA])) {
         return data_error(error,
                           "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           o->data, weights, shell_word(weights));
     }
-    tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[2], vocabulary);
+    tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[FROM_DATA], vocabulary);
     return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, vocabulary, o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);

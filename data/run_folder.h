@@ -6,6 +6,8 @@
 #include "sampling.h"
 C_LINKAGE_BEGIN
 
+typedef enum { FROM_CHECKPOINT, FROM_MODEL, FROM_DATA } FolderSource;
+
 typedef struct {
     char path[RUN_PATH_BYTES];  // "" until run_folder_make
     bool quiet;
@@ -17,7 +19,7 @@ typedef struct {
     FILE* log;                             // log.jsonl
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
     Options* options;
-    const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
+    const char* sources[3];  // folders that may have a tokenizer, or ""; by FolderSource
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
     Json* config;          // config.json of the model or checkpoint that the run began with, or NULL

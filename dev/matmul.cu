@@ -78,13 +78,13 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
     const int64_t column = p->n - 1;
     const float* want = plain_column(&room, p, arrays, column);
     for (int i = 0; i < count; i++) {
-        matmul_run(dev, &plan, &pointers, &algorithm[i], false);
+        matmul_run(dev, &plan, &pointers, &algorithm[i], 0.0f);
         const double error = p->fp32 ? off(&room, (const float*)arrays->d + column * p->m, want, p->m, 1e-4)
                                      : off(&room, arrays->d + column * p->m, want, p->m, 2.0 / 256);
         ms[i] = INFINITY, bits[i] = 0;
         if (!(error <= 1.0)) printf("%-16s algorithm %d WRONG: error %.2f of its bound\n", p->name, i, error);
         if (!(error <= 1.0)) continue;
-        ms[i] = median_ms(dev, 9, [&] { matmul_run(dev, &plan, &pointers, &algorithm[i], false); });
+        ms[i] = median_ms(dev, 9, [&] { matmul_run(dev, &plan, &pointers, &algorithm[i], 0.0f); });
         bits[i] = matmul_hash(dev, &trial);
         if (ms[i] < ms[best]) best = i;
         if (bits[i] == bits[0] && ms[i] < ms[best_equal]) best_equal = i;

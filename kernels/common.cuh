@@ -295,7 +295,7 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
-// Makes a stream wait for what is queued on another one so far. `event` is used again once the wait is queued.
+// Makes a stream wait for what is queued on another one so far. The caller may use `event` again.
 inline void stream_after(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
     check(cudaEventRecord(event, other));
     check(cudaStreamWaitEvent(stream, event, 0));

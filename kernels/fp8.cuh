@@ -430,7 +430,7 @@ void fp8_product(const Device* dev, const Fp8* f, D* out, Fp8Factor a, Fp8Factor
     matmul_shape(&shape, type[b.type], matmul_type<D>(), CUBLAS_OP_T, CUBLAS_OP_N, cols, rows, depth);
     shape.input_b = type[a.type], shape.fast = fast;
     if (bias) shape.epilogue = CUBLASLT_EPILOGUE_BIAS;
-    if (!matmul_launch_shape(dev, &shape, &pointers, accumulate)) {
+    if (!matmul_launch_shape(dev, &shape, &pointers, accumulate ? 1.0f : 0.0f)) {
         user_error("cuBLASLt has no fp8 product of %lld x %lld x %lld on %s; type --matmul bf16", (long long)rows,
                    (long long)cols, (long long)depth, dev->name);
     }

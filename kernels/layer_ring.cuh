@@ -1,15 +1,16 @@
 // Slots of device memory that the layers of a model take in turn: item i has slot i % slots. The owner of the memory
 // fills a slot before an item is read, and drains it after the item was written, in streams of the ring's own, so that
 // copies in either direction run while the device's stream computes. Events order the streams, and the host never
-// waits. On the CPU, and for a ring without copies, all work is done in the order of the calls.
+// waits. On the CPU all work is done in the order of the calls.
 //
 //     ring_fetch(item)       true if the item is not there: queue its copies with ring_copy(RING_IN), then ring_filled
 //     ring_read(item)        before the device's stream reads it
 //     ring_write(item)       before the device's stream writes into its slot, where another item may still be draining
 //     ring_after_stream(out) after it was written: queue its copies with ring_copy(RING_OUT), then ring_drained(item)
 //
-// Users: decoded weights (optim/model/decode.cu) and gathered ones (ranks/shard.cuh) fetch on other streams, without
-// copies; states in host memory (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
+// Users: decoded weights (optim/model/decode.cu), made on the device's stream, and gathered ones (ranks/shard.cuh),
+// which arrive on the exchanges' stream and are ordered by events of their own, need only ring_fetch and ring_forget;
+// states in host memory (optim/model/offload.cu) and the residual stream (spill.cuh) are filled and drained.
 #pragma once
 #include "common.cuh"
 

@@ -336,5 +336,5 @@ bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOper
     MatmulShape shape;
     matmul_shape(&shape, matmul_type<X>(), matmul_type<D>(), op_a, op_b, m, n, k);
     shape.epilogue = epilogue;
-    return matmul_launch_shape(dev, &shape, pointers, accumulate);
+    return matmul_launch_shape(dev, &shape, pointers, accumulate ? 1.0f : 0.0f);
 }

@@ -78,7 +78,7 @@ NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* setting
                                  void* stream, char* error);
 void nibble_optim_free(NibbleOptim* optim);
 
-// Constants that tensors share.
+// Constants that tensors share, in the ranges of the settings of these names.
 typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place

@@ -128,8 +128,8 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
 
 // --gpus.
 
-// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end; the
-// system kills those that have not when this process ends. The code is that of the first failure, or of a signal.
+// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end, and
+// are killed then. The code is that of the first failure, or of a signal.
 static void supervise(pid_t* ranks, int count, const sigset_t* signals) {
     int code = 0;
     double until = INFINITY;
@@ -152,6 +152,9 @@ static void supervise(pid_t* ranks, int count, const sigset_t* signals) {
             const bool stopped = WIFEXITED(status) && ended > 128;
             if (code != 0 && !stopped) until = fmin(until, seconds_now() + STOP_SECONDS);
         }
+    }
+    for (int i = 0; i < count; i++) {
+        if (ranks[i] != 0) kill(ranks[i], SIGKILL), waitpid(ranks[i], NULL, 0);
     }
     exit(code);
 }

@@ -36,8 +36,8 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error);
 // used CUDA or started a thread before.
 bool launch_fork(Launch* launch, int gpus, char* error);
 
-// Connects this rank, if there are several, and starts the watch; false with a sentence if that takes too long. Rank 0
-// waits for all others, which do not wait for each other. A process joins one run.
+// Connects the ranks, if there are several, and starts the watch; false with a sentence if some do not come in time.
+// A process joins one run.
 bool launch_join(Launch* launch, int64_t seconds, char* error);
 
 // All ranks call these, in the same order. They take 0.1 ms or so.

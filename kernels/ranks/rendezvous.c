@@ -142,43 +142,44 @@ bool rendezvous_prove(const Launch* launch, const Hello* own, const Hello* other
 }
 
 // Makes the Hello of this process. False if the system gives no random numbers.
-static bool introduce(const Launch* launch, Hello* own) {
+static bool hello_make(const Launch* launch, Hello* own) {
     *own = (Hello){.rank = launch->rank, .pid = getpid()};
     gethostname(own->host, sizeof(own->host) - 1);
     return getrandom(own->random, HASH_BYTES, 0) == HASH_BYTES;
 }
 
-// True if a process is who is missing on this side. Of two that say they are the same rank, the first one counts.
-static bool is_missing(const Launch* launch, const Hello* its) {
-    if (launch->rank > 0) return its->rank == 0;
-    if (its->rank < 1 || its->rank >= launch->world || its->channel < 0 || its->channel >= CHANNELS) return false;
-    const Peer* peer = &watch.peers[its->rank];
-    return peer->socket[its->channel] < 0 &&
-           (its->channel == 0 || memcmp(its->random, peer->hello.random, HASH_BYTES) == 0);
+// True if this side still lacks this connection: elsewhere than on rank 0 it is one to rank 0, and there an open
+// channel of a rank. Of two processes that say they are the same rank, the first one counts.
+static bool connection_lacks(const Launch* launch, const Hello* other) {
+    const int rank = other->rank, channel = other->channel;
+    if (launch->rank > 0) return rank == 0;
+    if (rank < 1 || rank >= launch->world || channel < 0 || channel >= CHANNELS) return false;
+    const Peer* peer = &watch.peers[rank];
+    return peer->socket[channel] < 0 && (channel == 0 || memcmp(other->random, peer->hello.random, HASH_BYTES) == 0);
 }
 
-// The handshake, on either side of a new connection. False if it is closed: who is there has not proven anything.
-static bool meet(const Launch* launch, const Hello* own, int socket, double deadline) {
+// Either side of a new connection. Closes the socket and returns false if the other side does not prove itself.
+static bool handshake(const Launch* launch, const Hello* own, int socket, double deadline) {
     unsigned char proof[HASH_BYTES];
-    Hello its;
-    bool ok = send_all(socket, own, sizeof(*own)) && receive_by(socket, &its, sizeof(its), deadline) &&
-              is_missing(launch, &its);
+    Hello other;
+    bool ok = send_all(socket, own, sizeof(*own)) && receive_by(socket, &other, sizeof(other), deadline) &&
+              connection_lacks(launch, &other);
     for (int rank_proves = 1; ok && rank_proves >= 0; rank_proves--) {
         if (rank_proves == (launch->rank > 0)) {
-            rendezvous_prove(launch, own, &its, proof);
+            rendezvous_prove(launch, own, &other, proof);
             ok = send_all(socket, proof, sizeof(proof));
         } else {
-            ok = receive_by(socket, proof, sizeof(proof), deadline) && rendezvous_prove(launch, &its, own, proof);
+            ok = receive_by(socket, proof, sizeof(proof), deadline) && rendezvous_prove(launch, &other, own, proof);
         }
     }
     if (!ok) return close(socket), false;
     pthread_mutex_lock(&lock);
-    Peer* peer = &watch.peers[its.rank];
-    peer->hello = its;
-    peer->hello.host[sizeof(its.host) - 1] = 0;
+    Peer* peer = &watch.peers[other.rank];
+    peer->hello = other;
+    peer->hello.host[sizeof(other.host) - 1] = 0;
     text_disarm(peer->hello.host, false);
     peer->heard = peer->moved = seconds_now();
-    peer->socket[launch->rank > 0 ? own->channel : its.channel] = socket;
+    peer->socket[launch->rank > 0 ? own->channel : other.channel] = socket;
     pthread_mutex_unlock(&lock);
     return true;
 }
@@ -201,7 +202,11 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
         const int one = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
         if (one < 0 && !(errno == EMFILE && more_descriptors())) sleep_ms(20);
         if (one < 0) continue;
-        missing -= introduce(launch, &own) && meet(launch, &own, one, seconds_now() + HANDSHAKE_SECONDS);
+        if (hello_make(launch, &own)) {
+            missing -= handshake(launch, &own, one, seconds_now() + HANDSHAKE_SECONDS);
+        } else {
+            close(one);
+        }
     }
     close(launch->listener);
     launch->listener = 0;
@@ -221,13 +226,14 @@ static bool reach_first(const Launch* launch, int64_t limit, char* error) {
     const double deadline = seconds_now() + (double)limit;
     const char* reason = "the system gives no random numbers";
     Hello own;
-    bool ok = introduce(launch, &own);
+    bool ok = hello_make(launch, &own);
     while (ok && own.channel < CHANNELS) {
         const int one = open_socket(launch->host, launch->port, false, &reason);
-        const bool met = one >= 0 && meet(launch, &own, one, deadline);
+        const bool met = one >= 0 && handshake(launch, &own, one, deadline);
         own.channel += met;
         if (met) continue;
-        if (one >= 0) reason = "who answers is of another run, or has another NIBBLE_SECRET or version of nibble";
+        if (one >= 0)
+            reason = "who answers is of another run, or has another NIBBLE_SECRET, number of ranks or version";
         sleep_ms(50);
         ok = seconds_now() < deadline;
     }
@@ -291,11 +297,11 @@ __attribute__((noreturn)) static void peer_lost(int r, int silence) {
     end_all(1, !speaks || (silence == 0 && forked) ? "" : text);
 }
 
-// Takes a beat, of which a part has come, and so the rest. Nothing comes of a rank that has ended.
-static void hear(int r, double now) {
+// Reads a beat of rank r, whose first bytes have come. The end of the file means that the rank has ended.
+static void beat_read(int r, double now) {
     Peer* peer = &watch.peers[r];
     Beat beat;
-    if (!receive_by(peer->socket[BEATS], &beat, sizeof(beat), now + watch.silence)) {
+    if (!receive_by(peer->socket[BEATS], &beat, sizeof(beat), now + 1)) {
         if (!watch.leaves) peer_lost(r, 0);
         peer->socket[BEATS] = -1;
         return;
@@ -336,7 +342,7 @@ static void* watch_thread(void* unused) {
         for (int r = 0; r < watch.launch.world; r++) {
             Peer* peer = &watch.peers[r];
             if (paused) peer->heard = peer->moved = now;  // the others have not been silent
-            if (polled[r].revents) hear(r, now);
+            if (polled[r].revents) beat_read(r, now);
             polled[r] = (struct pollfd){peer->socket[BEATS], POLLIN, 0};
             if (polled[r].fd >= 0 && now - peer->heard > watch.silence) peer_lost(r, watch.silence);
         }
@@ -363,7 +369,9 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     pthread_t thread;
     const int status = signals_thread(&thread, watch_thread, NULL);
     if (status != 0) return data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
-    return launch->rank > 0 || gather_ranks(launch, limit, error);
+    if (launch->rank == 0 && !gather_ranks(launch, limit, error)) return false;
+    launch_any(launch, false);  // all have come
+    return true;
 }
 
 // Messages between ranks. If one fails, the watch of this rank or of rank 0 soon ends the process and says why.
