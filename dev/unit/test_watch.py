@@ -427,7 +427,7 @@ def test_page_zooms(case):
 
 def test_profile_names_rows_of_bench(case):
     """The ranges of --profile have the names of `make bench`'s rows, and `data` besides."""
-    source = "".join((ROOT / path).read_text() for path in ("train_gpt2.cu", "optim/model/step.cu"))
+    source = "".join((ROOT / path).read_text() for path in ("train_gpt2.cu", "kernels/linear.cuh", "optim/model/step.cu"))
     named = set(re.findall(r'named\((?:\w->)?dev, "([^"]+)"\)', source))
     row = r'\b(?:account\(a, |(?:layer|back)\()"([^"]+)"'
     rows = set(re.findall(row, (ROOT / "dev" / "bench.cu").read_text()))
