@@ -1371,7 +1371,7 @@ static int train_main(Options* o, const Launch* launch) {
     run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
-    sources[FROM_CHECKPOINT] = run.resume.from,
+    sources[FROM_CHECKPOINT] = run.resume.from;
     sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
     require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], error), error);
     open_device(&run);

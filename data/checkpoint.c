@@ -154,7 +154,7 @@ static bool swap(const CheckpointWriter* writer) {
     const char *folder = writer->path, *temporary = writer->folder;
     char* error = writer->error;
     const bool swapped = renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // Where two names cannot be exchanged, as on NFS, the old folder loses its name first.
+    // NFS cannot exchange two names. There the old folder gets another name first, so that a half-removed one has none.
     const char* old = !swapped && errno == EINVAL ? text_kept("%s.damaged", folder) : NULL;
     if (old) rename(folder, old);
     if (!swapped && rename(temporary, folder) != 0) {

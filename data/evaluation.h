@@ -88,7 +88,7 @@ EvaluationResult evaluation_result(const EvaluationPass* pass);
 const char* evaluation_describe(const EvaluationResult* result, double seconds);
 // Writes the members of a line of log.jsonl that follow "type": "eval".
 void evaluation_log(FILE* log, const EvaluationResult* result);
-// Opens the file of --eval-out anew, *file; NULL if the path is "".
+// Empties or makes the file of --eval-out and opens it as *file, which is NULL if the path is "".
 bool evaluation_out(FILE** file, const char* path, char* error);
 // Adds a line for each example to it: {"task", "example", "answer", "scores" (ln p of each choice), "characters",
 // "choice", "choice_norm"}, or "right" instead of choices for last words, or "left_out", with null as scores, where a

@@ -71,8 +71,8 @@ static const struct {
     {"clip-update", "rule", "adafactor|came|adafactor8bit|came8bit"},
 };
 
-// Pairs of an option that replaces training, or another option, and of one that it would ignore. --eval replaces
-// training where there is no --eval-every.
+// The second option of a pair has no effect beside the first. --eval stands for a run that only evaluates, which is one
+// without --eval-every.
 static const char* const APART[][2] = {
     {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"},  {"sample", "eval-out"},    {"sample", "prompt"},
     {"sample", "steps"}, {"sample", "data"},    {"sample", "run"},  {"sample", "resume"},      {"sample", "profile"},

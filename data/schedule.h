@@ -29,8 +29,8 @@ double learning_rate(const Schedule* schedule, int64_t step);
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);
-// Chooses the others but beta3. `rate` is that of the rule over adamw's; `trained`: the weights are; `windows`: those
-// of the data.
+// Replaces every other `auto` but beta3's. rate: the rule's learning rate over adamw's; trained: the weights come from
+// --model DIR; windows: sequences in the data.
 void defaults_choose(Options* options, double rate, bool trained, bool gpu, int64_t windows);
 #define DEFAULT_DECAY "; wte|wpe: wd=0.05"
 // Returns --override, with the decay of embeddings beside muon if --weight-decay is auto and none is named.

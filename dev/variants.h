@@ -87,8 +87,8 @@ void time_in_turns(const Device* dev, const std::vector<Variant<Arrays>>& rows, 
     fflush(stdout);
 }
 
-// What a program does with its table: checks each row at the small shapes, and times what is right at the others. Its
-// work is bytes, to be compared with the copy rate, or FLOPs. Returns the exit status, and closes the device.
+// Checks each variant of a table at the small shapes, and times the right ones at the other shapes. A variant's work is
+// counted in bytes, which are compared with the copy rate, or in FLOPs. Returns the exit status, and closes the device.
 template <class Arrays, size_t ROWS>
 int check_and_time(Device* dev, const Variant<Arrays> (&rows)[ROWS], const std::vector<Shape>& small,
                    const std::vector<Shape>& shapes, bool is_bytes) {

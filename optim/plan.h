@@ -45,7 +45,7 @@ struct LaunchPlan {
     ArenaRun kept[SLOTS];  // what each slot keeps: the run, or other runs if the moments have other shapes
 };
 
-// What the plan says of a tensor.
+// A tensor's part of the plan.
 struct TensorPlan {
     int launch, group;
     KeptPart here;

@@ -63,7 +63,7 @@ def ended(process, number, seconds=60):
 
 
 def json_lines(path):
-    """Returns the values of the whole lines of a file; of none, no values."""
+    """Returns the values of a file's lines that are complete; an empty list if there is no file."""
     return [json.loads(line) for line in (path.read_text().split("\n")[:-1] if path.exists() else ())]
 
 

@@ -101,7 +101,7 @@ static int door_greet(const Launch& launch, Hello hello) {
 }
 
 static const double flag = 0;  // that launch_any sends to rank 0
-// True if rank 0 answers this many ranks.
+// Returns true if rank 0 answers this many ranks.
 static bool door_answers(int socket, int world) {
     double flags[1024];
     return receive_by(socket, flags, world * sizeof(double), seconds_now() + 20);

@@ -109,7 +109,7 @@ def test_report_of_nothing_and_of_a_part(case):
 
 
 def test_means(case):
-    """Of seeds at the steps that all have, with the standard error; of one seed there is none."""
+    """A mean is over the steps that all seeds have, and one seed has no standard error."""
     from curves import mean_curve
 
     two = mean_curve("two", [{1: (10, 4.0), 2: (20, 3.0), 3: (30, 2.0)}, {1: (12, 4.2), 2: (24, 3.0), 9: (90, 1.0)}])

@@ -50,11 +50,11 @@ static struct {
     Peer* peers;  // (world); the rank itself has no socket
     Launch launch;
     int silence;
-    char what[64];       // this rank does
+    char what[64];       // what this rank does, for messages
     bool begun, leaves;  // a failure ends the others, until they may end themselves
 } watch;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // of the watch and all peers, but for messages
-static pthread_mutex_t ending = PTHREAD_MUTEX_INITIALIZER;  // who has it ends the process
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // guards the watch and its peers
+static pthread_mutex_t ending = PTHREAD_MUTEX_INITIALIZER;  // the thread that has it ends the process
 
 static void sleep_ms(int ms) {
     const struct timespec time = {ms / 1000, ms % 1000 * 1000000L};
@@ -158,7 +158,7 @@ static bool connection_lacks(const Launch* launch, const Hello* other) {
     return peer->socket[channel] < 0 && (channel == 0 || memcmp(other->random, peer->hello.random, HASH_BYTES) == 0);
 }
 
-// Either side of a new connection. Closes the socket and returns false if the other side does not prove itself.
+// Proves this side of a new connection and checks the other. If that fails, it closes the socket and returns false.
 static bool handshake(const Launch* launch, const Hello* own, int socket, double deadline) {
     unsigned char proof[HASH_BYTES];
     Hello other;
@@ -306,7 +306,7 @@ static void beat_read(int r, double now) {
         peer->socket[BEATS] = -1;
         return;
     }
-    if (beat.failed) end_all(beat.failed, "");  // and it has said why
+    if (beat.failed) end_all(beat.failed, "");  // rank r has said why
     if (beat.progress != peer->beat.progress || beat.patience != peer->beat.patience) peer->moved = now;
     peer->beat = beat, peer->heard = now;
 }
