@@ -79,6 +79,8 @@ int main() {
                           {sequences(2, 2, 1, 64), sequences(2, 2, 17, 64), sequences(2, 2, 65, 64),
                            sequences(2, 2, 1000, 64), sequences(2, 2, 17, 128), sequences(2, 2, 1000, 128)},
                           {sequences(64, 12, 1024, 64), sequences(16, 25, 1024, 64), sequences(16, 12, 4096, 64),
-                           sequences(4, 12, 16384, 64), sequences(16, 16, 1024, 128), sequences(4, 52, 1024, 128)},
+                           sequences(8, 12, 8192, 64), sequences(4, 12, 16384, 64), sequences(16, 16, 1024, 128),
+                           sequences(4, 52, 1024, 128), sequences(8, 16, 4096, 128), sequences(4, 16, 8192, 128),
+                           sequences(2, 16, 16384, 128)},
                           false);
 }

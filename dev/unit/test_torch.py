@@ -7,6 +7,7 @@ the CPU alone).
 """
 import contextlib
 import copy
+import gc
 import io
 import os
 import pathlib
@@ -118,7 +119,13 @@ def test_torch_cuda_graph():
                     step(a, first)
             torch.cuda.current_stream().wait_stream(stream)
             first.zero_grad()
+            other = model_of("cuda", dtype)
+            other.dropped = make(other, **settings)
+            step(other, other.dropped)
+            other.dropped.itself = other.dropped  # the garbage collector frees it, during the capture
+            del other
             with torch.cuda.graph(graph):
+                gc.collect()
                 step(a, first)
             for number in range(4, 12):
                 lr.fill_(rate(number))
