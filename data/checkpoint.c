@@ -2,7 +2,6 @@
 #include "text.h"
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -149,18 +148,11 @@ bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files
     return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
-// Renames the folder to its final name. An existing folder is exchanged with it atomically.
-static bool swap(const CheckpointWriter* writer) {
-    const char *folder = writer->path, *temporary = writer->folder;
-    char* error = writer->error;
-    const bool swapped = renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // NFS cannot exchange two names. There the old folder gets another name first, so that a half-removed one has none.
-    const char* old = !swapped && errno == EINVAL ? text_kept("%s.damaged", folder) : NULL;
-    if (old) rename(folder, old);
-    if (!swapped && rename(temporary, folder) != 0) {
-        return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
-    }
-    return folder_sync(path_parent(folder), error) && folder_remove(old ? old : temporary, error);
+// Gives the folder its final name, which no folder has yet: a run does not save a step twice, and begins in a folder
+// without checkpoints or after the newest one there.
+static bool give_name(const CheckpointWriter* writer) {
+    if (rename(writer->folder, writer->path) == 0) return folder_sync(path_parent(writer->path), writer->error);
+    return data_error(writer->error, "%s cannot be renamed to %s: %s", writer->folder, writer->path, strerror(errno));
 }
 
 bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
@@ -187,7 +179,7 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
     for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
         writer->file[writer->files++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1};
     }
-    return ok && checkpoint_seal(folder, text, writer->file, writer->files, writer->error) && swap(writer);
+    return ok && checkpoint_seal(folder, text, writer->file, writer->files, writer->error) && give_name(writer);
 }
 
 void checkpoint_abandon(CheckpointWriter* writer) {

@@ -6,15 +6,6 @@
 #include <unistd.h>
 #include "text.h"
 
-bool resume_words(const Options* o, char* error) {
-    const char* names = "data val model run resume";
-    for (const char* name; (name = text_word(&names, ' '));) {
-        if (!option_given(o, name) || *option_text(option_find(name), o)) continue;
-        return data_error(error, "--%s '' is empty; give it a value or leave it out", name);
-    }
-    return true;
-}
-
 // True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, is merged
 // elsewhere, or comes with the preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
@@ -116,10 +107,7 @@ static bool goes_on_in_folder(const Resume* resume, bool named_itself, char* err
     const char* run = resume->options->run;
     SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(run, NULL);
     const bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    if (!same && file_exists(path_in(run, "log.jsonl"))) {
-        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run,
-                          resume->from);
-    }
+    if (!same && !run_folder_free(run, false, error)) return false;
     SCOPED int64_t* steps = NULL;
     const int count = same ? checkpoint_list(run, &steps) : 0;
     for (int i = 0; i < count && steps[i] > checkpoint_step(resume->from); i++) {
