@@ -314,16 +314,12 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     char path[RUN_PATH_BYTES + 32];
     if (strcmp(model, "auto") == 0 || gpt2_named(model)) {
         if (!needed) return "";
-        const char* why =
-            "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
-            "checkpoint is one); for samples and scores on the way of a run, type --sample-every N and "
-            "--eval-every N";
-        if (folder_exists(model))
-            why = text_kept(
-                "--model %s is a built-in shape, without weights to sample from; type "
-                "--model ./%s for the folder",
-                model, model);
-        return data_error(error, "%s", why), NULL;
+        data_error(error,
+                   "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
+                   "checkpoint is one; ./%s is one that has the name of a built-in shape); for samples and scores on "
+                   "the way of a run, type --sample-every N and --eval-every N",
+                   model);
+        return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
     if (!folder) return gpt2_unknown(model, error), NULL;

@@ -88,17 +88,11 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
     const int count = checkpoint_list(named, &steps);
     resume->state = checkpoint_newest(named, false, resume->from, RUN_PATH_BYTES);
     if (!resume->state) resume->from[0] = 0;
-    if (!resume->state && count > 0) {
-        return data_error(error,
-                          "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew without "
-                          "--resume, in another --run",
-                          resume->options->resume, named, count);
-    }
-    return resume->state || automatic ||
+    return resume->state || (automatic && count == 0) ||
            data_error(error,
-                      "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume auto "
-                      "--run %s, with the options of its first command, to begin it anew",
-                      named, shell_word(named));
+                      "--resume %s: %s holds no whole checkpoint (step_*), and %d are damaged; give a run folder that "
+                      "does, or begin anew without --resume, in another --run",
+                      resume->options->resume, named, count);
 }
 
 // Refuses the folder of another run and, if the user named the checkpoint itself, of one that has newer ones. Others
