@@ -207,15 +207,10 @@ bool resume_intent(const Options* o, bool folder, char* error) {
         return data_error(
             error, "--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
     }
-    if (*o->data) return true;
-    if (option_given(o, "prompt-file") && o->sample_every == OPTION_AUTO) {
-        return data_error(error,
-                          "--prompt-file alone would train on nibble's own source text; type --sample '' --model DIR "
-                          "too, or --data PATH for samples of a run");
-    }
-    return !folder ||
+    const bool prompts = option_given(o, "prompt-file") && o->sample_every == OPTION_AUTO;
+    return *o->data || (!prompts && !folder) ||
            data_error(error,
-                      "--model %s would train on nibble's own source text; type --data PATH, or --sample PROMPT or "
-                      "--eval NAMES to try the model",
-                      o->model);
+                      "--%s would train on nibble's own source text; type --data PATH, or --model DIR and --sample "
+                      "PROMPT ('' with --prompt-file) or --eval NAMES to try the model",
+                      prompts ? "prompt-file" : text_kept("model %s", o->model));
 }

@@ -183,21 +183,18 @@ static const char* list_merges(Tokenizer* tokenizer, const Json* list) {
     return NULL;
 }
 
-// Returns what tokenizer.json describes that the encoder here, byte-pair encoding of bytes in GPT-2's words, does not
-// do.
-static const char* other_tokenizer(const Json* json) {
+// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes in GPT-2's words.
+static bool is_of_gpt2(const Json* json) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                                           "ignore_merges", "dropout"};
     const Json *model = json_get(json, "model"), *cut = json_get(json, "pre_tokenizer");
-    const char* type = json_string(model, "type", json_get(model, "merges") ? "BPE" : "no");
-    if (strcmp(type, "BPE") != 0)
-        return text_kept("holds a tokenizer of type %s, and nibble reads GPT-2's byte-level BPE alone", type);
     const Json* use_regex = json_get(cut, "use_regex");
-    bool plain = strcmp(json_string(cut, "type", ""), "ByteLevel") == 0 &&
-                 is_nothing(json_get(cut, "add_prefix_space")) && (!use_regex || use_regex->number != 0) &&
-                 is_nothing(json_get(json, "normalizer"));
-    for (int i = 0; i < 5; i++) plain = plain && is_nothing(json_get(model, unknown[i]));
-    return plain ? NULL : "holds a BPE tokenizer that normalizes text or cuts it into words otherwise than GPT-2's";
+    bool same = strcmp(json_string(model, "type", json_get(model, "merges") ? "BPE" : ""), "BPE") == 0 &&
+                strcmp(json_string(cut, "type", ""), "ByteLevel") == 0 &&
+                is_nothing(json_get(cut, "add_prefix_space")) && (!use_regex || use_regex->number != 0) &&
+                is_nothing(json_get(json, "normalizer"));
+    for (int i = 0; i < 5; i++) same = same && is_nothing(json_get(model, unknown[i]));
+    return same;
 }
 
 // True if each token is one character, as in a vocabulary of nanoGPT's.
@@ -234,7 +231,9 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     SCOPED char* lines = names && merges ? file_read(merges, &bytes, error) : NULL;
     if (!names || (more && !beside) || (merges && !lines)) return false;
     const Json* model = json_get(names, "model");
-    if (alone) wrong = other_tokenizer(names);
+    if (alone && !is_of_gpt2(names))
+        wrong =
+            "holds a tokenizer that is no byte-level BPE, normalizes text or cuts it into words otherwise than GPT-2's";
     if (!wrong) wrong = add_object(tokenizer, alone ? json_get(model, "vocab") : names, false);
     if (!wrong && more) {
         path = more;
