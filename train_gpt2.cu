@@ -1144,7 +1144,6 @@ static void resume(Run* run) {
     char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Resume* merge = &run->resume;
-    require(resume_words(o, error), error);
     if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
     launch_broadcast(run->launch, merge->from, sizeof(merge->from));
     require(resume_take(merge, error), error);

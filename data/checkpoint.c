@@ -2,7 +2,6 @@
 #include "text.h"
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -149,18 +148,11 @@ bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files
     return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
-// Renames the folder to its final name. An existing folder is exchanged with it atomically.
-static bool swap(const CheckpointWriter* writer) {
-    const char *folder = writer->path, *temporary = writer->folder;
-    char* error = writer->error;
-    const bool swapped = renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // NFS cannot exchange two names. There the old folder gets another name first, so that a half-removed one has none.
-    const char* old = !swapped && errno == EINVAL ? text_kept("%s.damaged", folder) : NULL;
-    if (old) rename(folder, old);
-    if (!swapped && rename(temporary, folder) != 0) {
-        return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
-    }
-    return folder_sync(path_parent(folder), error) && folder_remove(old ? old : temporary, error);
+// Gives the folder its final name, which no folder has yet: a run does not save a step twice, and begins in a folder
+// without checkpoints or after the newest one there.
+static bool give_name(const CheckpointWriter* writer) {
+    if (rename(writer->folder, writer->path) == 0) return folder_sync(path_parent(writer->path), writer->error);
+    return data_error(writer->error, "%s cannot be renamed to %s: %s", writer->folder, writer->path, strerror(errno));
 }
 
 bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
@@ -187,7 +179,7 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
     for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
         writer->file[writer->files++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1};
     }
-    return ok && checkpoint_seal(folder, text, writer->file, writer->files, writer->error) && swap(writer);
+    return ok && checkpoint_seal(folder, text, writer->file, writer->files, writer->error) && give_name(writer);
 }
 
 void checkpoint_abandon(CheckpointWriter* writer) {
@@ -261,31 +253,26 @@ void checkpoint_weights(void* context, int tensor, float* values) {
 
 // True if one of the files that state.json lists is whole.
 static bool file_whole(const char* folder, const Json* file, char* error) {
-    uint32_t crc;
-    int64_t bytes;
-    if (!file_name_plain(file->key)) {
-        return data_error(error, "%s/state.json lists \"%.80s\", which is no name of a file in its folder", folder,
-                          file->key);
-    }
-    if (!file_sum(folder, file->key, &crc, &bytes, error)) return false;
-    return (bytes == json_int(file, "bytes", -1) && crc == (uint32_t)json_int(file, "crc32c", -1)) ||
-           data_error(error, "%s/%s does not match its size and checksum", folder, file->key);
+    uint32_t crc = 0;
+    int64_t bytes = -1;
+    const bool plain = file_name_plain(file->key);  // a name in another folder is none of a checkpoint's
+    if (plain && !file_sum(folder, file->key, &crc, &bytes, error)) return false;
+    return (plain && bytes == json_int(file, "bytes", -1) && crc == (uint32_t)json_int(file, "crc32c", -1)) ||
+           data_error(error, "%s/%.80s does not match its size and checksum", folder, file->key);
 }
 
 Json* checkpoint_state(const char* folder, char* error) {
     const char* path = path_in(folder, "state.json");
     int64_t bytes;
     SCOPED char* text = file_read(path, &bytes, error);
-    if (!text) return NULL;
-    Json* state = json_parse(text, bytes, path, error);
+    Json* state = text ? json_parse(text, bytes, path, error) : NULL;
+    if (!state) return NULL;
     const char* seal = NULL;  // its own checksum covers what comes before its last line "crc32c"
     for (const char* at = text; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
-    bool possible = true, whole = state && seal;
-    whole = whole && crc32c(0, text, seal - text) == (uint32_t)json_int(state, "crc32c", -1);
-    for (int i = 0; i < STATE_FIELDS; i++)
-        possible = possible && (STATE[i].real || json_int(state, STATE[i].name, 0) >= 0);
-    if (!state || (whole && possible)) return state;
-    data_error(error, "%s %s", path, whole ? "counts below 0" : "does not match its checksum");
+    bool whole = seal && crc32c(0, text, seal - text) == (uint32_t)json_int(state, "crc32c", -1);
+    for (int i = 0; i < STATE_FIELDS; i++) whole = whole && (STATE[i].real || json_int(state, STATE[i].name, 0) >= 0);
+    if (whole) return state;
+    data_error(error, "%s does not match its checksum, or counts below 0", path);
     json_free(state);
     return NULL;
 }
@@ -322,16 +309,12 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     char path[RUN_PATH_BYTES + 32];
     if (strcmp(model, "auto") == 0 || gpt2_named(model)) {
         if (!needed) return "";
-        const char* why =
-            "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
-            "checkpoint is one); for samples and scores on the way of a run, type --sample-every N and "
-            "--eval-every N";
-        if (folder_exists(model))
-            why = text_kept(
-                "--model %s is a built-in shape, without weights to sample from; type "
-                "--model ./%s for the folder",
-                model, model);
-        return data_error(error, "%s", why), NULL;
+        data_error(error,
+                   "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
+                   "checkpoint is one; ./%s is one that has the name of a built-in shape); for samples and scores on "
+                   "the way of a run, type --sample-every N and --eval-every N",
+                   model);
+        return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
     if (!folder) return gpt2_unknown(model, error), NULL;

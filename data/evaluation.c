@@ -56,32 +56,27 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
 
 // Takes the parts of the file. Returns NULL, or what is wrong with it.
 static const char* evaluation_parse(Evaluation* e, int64_t bytes, const Tokenizer* tokenizer) {
-    Header header;
-    if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) return "is no evaluation file";
-    memcpy(&header, e->file, HEADER_BYTES);
-    if (header.version != VERSION) {
-        return text_kept("is an evaluation file of version %u and this program reads %d", header.version, VERSION);
-    }
+    static const char wrong[] = "is no whole evaluation file of version 1";
+    Header header = {0};
+    memcpy(&header, e->file, bytes < HEADER_BYTES ? (size_t)bytes : HEADER_BYTES);
     const uint64_t max = (uint64_t)bytes;
     const bool fits =
-        header.examples <= max && header.rows <= max && header.tokens <= max &&
+        memcmp(header.magic, "nib-eval", 8) == 0 && header.version == VERSION && header.kind <= 1 &&
+        header.examples > 0 && header.examples <= max && header.rows <= max && header.tokens <= max &&
         HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == max;
-    if (!fits) return "is damaged: its size is not what its header says";
+    if (!fits) return wrong;
     const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);
-    if (crc != header.crc) return "is damaged: its checksum differs";
-    const int vocabulary = tokenizer ? tokenizer_tokens(tokenizer) : 0;
-    if (tokenizer && ((int)header.vocabulary != vocabulary || header.fingerprint != fingerprint(tokenizer))) {
-        return text_kept("was made for another vocabulary (of %u tokens) than the model's (of %d)", header.vocabulary,
-                         vocabulary);
-    }
     e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
     e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
     e->example = (const EvaluationExample*)(e->file + HEADER_BYTES);
     e->row = (const EvaluationRow*)(e->example + e->examples);
     e->tokens = (const uint16_t*)(e->row + e->rows);
     e->first = memory_zero((size_t)e->rows + 1, sizeof(int64_t));
-    const bool agrees = header.kind <= 1 && header.examples > 0 && parts_fit(e, header.tokens);
-    return agrees ? NULL : "contradicts itself: its examples, rows and tokens do not add up";
+    if (crc != header.crc || !parts_fit(e, header.tokens)) return wrong;
+    const int vocabulary = tokenizer ? tokenizer_tokens(tokenizer) : e->vocabulary;
+    if (e->vocabulary == vocabulary && (!tokenizer || header.fingerprint == fingerprint(tokenizer))) return NULL;
+    return text_kept("was made for another vocabulary (of %u tokens) than the model's (of %d)", header.vocabulary,
+                     vocabulary);
 }
 
 static bool is_path(const char* name) {

@@ -41,10 +41,13 @@ typedef struct DatasetFile {
     int width;       // bytes of a token
 } DatasetFile;
 
-// Returns the pattern that one name alone matches; kept as by text_kept.
-static const char* literal(const char* name) {
-    const char* pattern = NULL;
-    for (; *name; name++) text_add(&pattern, "%s%c", strchr("*?[\\", *name) ? "\\" : "", *name);
+// Returns the pattern that one name alone matches; the caller frees it.
+static char* literal(const char* name) {
+    char *pattern = memory_take(2 * strlen(name) + 1), *to = pattern;
+    for (; *name; *to++ = *name++) {
+        if (strchr("*?[\\", *name)) *to++ = '\\';
+    }
+    *to = 0;
     return pattern;
 }
 
@@ -63,7 +66,7 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
         return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
     }
-    const char* name = there ? literal(path) : path;
+    SCOPED char* name = there ? literal(path) : text_copy(path);
     if (!list_matches(list, folder ? text_kept("%s/val_*.bin", name) : name, error)) return false;
     const bool validation = folder && list->gl_pathc > 0;
     *split = part != DATASET_WHOLE && !validation;
@@ -83,36 +86,30 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
                       path, path);
 }
 
-// Says what is wrong with a shard of so many bytes; NULL: nothing.
-static const char* shard_wrong(const int32_t header[3], int64_t size, DataFormat format) {
-    const int64_t count = (uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
-    if (format == DATA_BYTES) return "is a shard of tokens, not bytes; leave --data-format out";
-    if (size >= 8 && header[1] != SHARD_VERSION) {
-        return text_kept("is a shard of version %d and version %d can be read; prepare it again", header[1],
-                         SHARD_VERSION);
-    }
-    if (size >= SHARD_HEADER && size == expected) return NULL;
-    return text_kept("is %s: its header says %lld tokens, which make %lld bytes, and it has %lld; prepare it again",
-                     size < expected ? "truncated" : "corrupted", (long long)count, (long long)expected,
-                     (long long)size);
-}
-
 // Opens a file and finds its tokens.
 static bool tokens_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
-    int32_t header[3] = {0, 0, 0};
+    int32_t header[3] = {0, 0, 0};  // magic, version, tokens
     int64_t size;
     file->path = text_copy(path);
     file->descriptor = file_open(path, &size, error);
     if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
     if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!file_read_at(file->descriptor, path, header, 0, size < 12 ? size : 12, error)) return false;
-    if (header[0] == SHARD_MAGIC) {
-        const char* wrong = shard_wrong(header, size, format);
-        file->tokens = (uint32_t)header[2], file->begin = SHARD_HEADER, file->width = 2;
-        return !wrong || data_error(error, "%s %s", path, wrong);
+    const bool shard = header[0] == SHARD_MAGIC;
+    file->tokens = shard ? (uint32_t)header[2] : size;
+    file->begin = shard ? SHARD_HEADER : 0, file->width = shard ? 2 : 1;
+    if (shard && format == DATA_BYTES) {
+        return data_error(error, "%s is a shard of tokens, not bytes; leave --data-format out", path);
     }
-    file->tokens = size, file->width = 1;
-    if (format == DATA_BYTES) return true;
+    const int64_t expected = file->begin + file->tokens * file->width;
+    if (shard && (header[1] != SHARD_VERSION || size != expected)) {
+        return data_error(error,
+                          "%s is no whole shard: it has version %d and %lld bytes, and a shard of its %lld tokens has "
+                          "version %d and %lld bytes; prepare it again",
+                          path, header[1], (long long)size, (long long)file->tokens, SHARD_VERSION,
+                          (long long)expected);
+    }
+    if (shard || format == DATA_BYTES) return true;
     if (!content_is_text(file->descriptor, size, path, error)) return false;
     return !text_ends(path, ".bin") ||
            data_error(error,

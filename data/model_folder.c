@@ -77,20 +77,18 @@ static bool no_weights(const char* path, char* error) {
 // Opens all files that the index names.
 static bool open_index(Safetensors* model, const char* folder, const Json* index, char* error) {
     const Json* map = json_get(index, "weight_map");
-    if (!map || map->kind != JSON_OBJECT || !map->child) {
-        return data_error(error, "%s/%s holds no weight_map", folder, INDEX);
-    }
-    for (const Json* entry = map->child; entry; entry = entry->next) {
+    for (const Json* entry = map ? map->child : NULL; entry; entry = entry->next) {
         const char *name = entry->kind == JSON_STRING ? entry->text : "", *path = path_in(folder, name);
         int i = 0;
         while (i < model->files && strcmp(model->file[i].path, path) != 0) i++;
         if (i < model->files) continue;
         if (!file_name_plain(name)) {
             return data_error(error, "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it",
-                              folder, INDEX, entry->key, name);
+                              folder, INDEX, entry->key ? entry->key : "", name);
         }
         if (!safetensors_add(model, path, error)) return false;
     }
+    if (model->files == 0) return data_error(error, "%s/%s holds no weight_map", folder, INDEX);
     return safetensors_sort(model, error);
 }
 

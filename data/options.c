@@ -204,6 +204,8 @@ static bool parse_one(Options* options, int argc, char** argv, int* at, char* er
         }
         value = next, ++*at;
     }
+    if (!*value && text_among(name, "data val model run resume", ' '))  // an unset shell variable, perhaps
+        return data_error(error, "--%s '' is empty; give it a value or leave it out", name);
     return option_set(option, options, value, error);
 }
 

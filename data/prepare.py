@@ -61,32 +61,18 @@ SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) tak
 BPE_CHARACTERS = 1 << 30  # --train-bpe reads this much of the training text
 
 
-def stretches(pieces, unit):
-    """Groups the pieces of each document into lists of at most `unit` characters, or of one piece that is longer."""
-    stretch, size = [], 0
-    for begins, text in pieces:
-        if stretch and (begins or size + len(text) > unit):
-            yield stretch
-            stretch, size = [], 0
-        stretch.append((begins, text))
-        size += len(text)
-    if stretch:
-        yield stretch
-
-
-def draw(pieces, share, unit, seed):
+def draw(pieces, share, seed):
     """Yields (part, whether it begins a document, text) of each piece, where about `share` of the text is for "val".
 
-    The text is counted in documents, and a longer one in stretches of at most `unit` characters. One is drawn from each
-    1 / share of them, so an input of many stretches gives its share. A stretch of another part than the one before begins a document.
+    One piece is drawn from each 1 / share of them, so an input of many pieces gives its share. A document is one piece
+    or, if it is long, several; one of another part than the one before begins a document.
     """
     generator, count, chosen, part = random.Random(seed), 0, -1, None
-    for number, stretch in enumerate(stretches(pieces, unit)):
+    for number, (begins, text) in enumerate(pieces):
         while chosen < number:
             chosen, count = int((count + generator.random()) / share), count + 1
         before, part = part, "val" if number == chosen else "train"
-        for i, (begins, text) in enumerate(stretch):
-            yield part, begins or (i == 0 and part != before), text
+        yield part, begins or part != before, text
 
 
 def read_parts(options, notes, what):
@@ -103,7 +89,7 @@ def read_parts(options, notes, what):
         share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
         unit = max(64, int(share * taken / 8))  # so about eight places or more give validation text
         pieces = read_inputs(options.train_files, options.field, min(most, unit), notes, bar)
-        yield from draw(pieces, share, unit, options.seed)
+        yield from draw(pieces, share, options.seed)
 
 
 def batches(pieces):

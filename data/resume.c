@@ -6,15 +6,6 @@
 #include <unistd.h>
 #include "text.h"
 
-bool resume_words(const Options* o, char* error) {
-    const char* names = "data val model run resume";
-    for (const char* name; (name = text_word(&names, ' '));) {
-        if (!option_given(o, name) || *option_text(option_find(name), o)) continue;
-        return data_error(error, "--%s '' is empty; give it a value or leave it out", name);
-    }
-    return true;
-}
-
 // True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, is merged
 // elsewhere, or comes with the preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
@@ -97,17 +88,11 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
     const int count = checkpoint_list(named, &steps);
     resume->state = checkpoint_newest(named, false, resume->from, RUN_PATH_BYTES);
     if (!resume->state) resume->from[0] = 0;
-    if (!resume->state && count > 0) {
-        return data_error(error,
-                          "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew without "
-                          "--resume, in another --run",
-                          resume->options->resume, named, count);
-    }
-    return resume->state || automatic ||
+    return resume->state || (automatic && count == 0) ||
            data_error(error,
-                      "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume auto "
-                      "--run %s, with the options of its first command, to begin it anew",
-                      named, shell_word(named));
+                      "--resume %s: %s holds no whole checkpoint (step_*), and %d are damaged; give a run folder that "
+                      "does, or begin anew without --resume, in another --run",
+                      resume->options->resume, named, count);
 }
 
 // Refuses the folder of another run and, if the user named the checkpoint itself, of one that has newer ones. Others
@@ -116,10 +101,7 @@ static bool goes_on_in_folder(const Resume* resume, bool named_itself, char* err
     const char* run = resume->options->run;
     SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(run, NULL);
     const bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    if (!same && file_exists(path_in(run, "log.jsonl"))) {
-        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run,
-                          resume->from);
-    }
+    if (!same && !run_folder_free(run, false, error)) return false;
     SCOPED int64_t* steps = NULL;
     const int count = same ? checkpoint_list(run, &steps) : 0;
     for (int i = 0; i < count && steps[i] > checkpoint_step(resume->from); i++) {
@@ -225,15 +207,10 @@ bool resume_intent(const Options* o, bool folder, char* error) {
         return data_error(
             error, "--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
     }
-    if (*o->data) return true;
-    if (option_given(o, "prompt-file") && o->sample_every == OPTION_AUTO) {
-        return data_error(error,
-                          "--prompt-file alone would train on nibble's own source text; type --sample '' --model DIR "
-                          "too, or --data PATH for samples of a run");
-    }
-    return !folder ||
+    const bool prompts = option_given(o, "prompt-file") && o->sample_every == OPTION_AUTO;
+    return *o->data || (!prompts && !folder) ||
            data_error(error,
-                      "--model %s would train on nibble's own source text; type --data PATH, or --sample PROMPT or "
-                      "--eval NAMES to try the model",
-                      o->model);
+                      "--%s would train on nibble's own source text; type --data PATH, or --model DIR and --sample "
+                      "PROMPT ('' with --prompt-file) or --eval NAMES to try the model",
+                      prompts ? "prompt-file" : text_kept("model %s", o->model));
 }

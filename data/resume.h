@@ -27,8 +27,6 @@ bool resume_take(Resume* resume, char* error);
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule);
 // Refuses options that mean something else than training, but would train. `folder`: --model names a folder.
 bool resume_intent(const Options* options, bool folder, char* error);
-// Refuses an option for a path or name that was typed empty, for example by an unset shell variable.
-bool resume_words(const Options* options, char* error);
 // Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and those of
 // one start of the program: its files of prompts and evaluations may be a stranger's choice. Lists what differs.
 // Options that determine the model's shape must be the same.

@@ -24,7 +24,7 @@ bool run_folder_free(const char* folder, bool again, char* error) {
         return data_error(error, "--run %s holds a model, whose config.json a run would overwrite; name another folder",
                           folder);
     }
-    if (again || !log) return true;
+    if (again || !run) return true;
     return data_error(
         error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }

@@ -186,9 +186,10 @@ void safetensors_abandon(SafetensorsWriter* writer) {
     safetensors_finish(writer, NULL, NULL);
 }
 
-// Reads an array of exact integers in [0, 2^63). Returns how many there are; -1: over `max`, or others.
+// Reads an array of exact integers in [0, 2^63). Returns how many there are; -1: over `max`, others, or no array.
 static int header_numbers(const Json* array, int64_t* numbers, int max) {
     int count = 0;
+    if (!array || array->kind != JSON_ARRAY) return -1;
     for (const Json* one = array->child; one; one = one->next) {
         char* end = NULL;
         if (count == max) return -1;
@@ -199,23 +200,16 @@ static int header_numbers(const Json* array, int64_t* numbers, int max) {
     return count;
 }
 
-// Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`. Returns NULL,
-// or what is wrong with the tensor.
-static const char* header_tensor(const Json* json, int64_t data, int64_t data_bytes, SafetensorsTensor* tensor) {
-    const Json *shape = json_get(json, "shape"), *offsets = json_get(json, "data_offsets");
+// Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`. False if the
+// member lacks something, is of an unknown type, or claims other bytes than its type and shape give.
+static bool header_tensor(const Json* json, int64_t data, int64_t data_bytes, SafetensorsTensor* tensor) {
     int64_t place[2];
-    tensor->dtype = json_string(json, "dtype", NULL);
-    if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY)
-        return "lacks its dtype, shape or data_offsets";
-    if (!dtype_find(tensor->dtype)) return text_kept("has the type %s, which is not known", tensor->dtype);
-    tensor->dims = header_numbers(shape, tensor->shape, 8);
-    if (tensor->dims < 0) return "has an impossible shape or over 8 dimensions";
-    if (header_numbers(offsets, place, 2) != 2 || place[0] > place[1]) return "has impossible data_offsets";
-    if (place[1] > data_bytes) return text_kept("ends behind the %lld bytes of the data", (long long)data_bytes);
+    tensor->dtype = json_string(json, "dtype", "");
+    tensor->dims = header_numbers(json_get(json, "shape"), tensor->shape, 8);
+    if (tensor->dims < 0 || header_numbers(json_get(json, "data_offsets"), place, 2) != 2) return false;
     tensor->at = data + place[0], tensor->bytes = place[1] - place[0];
-    return tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes
-               ? NULL
-               : text_kept("has %lld bytes, which its shape and type do not give", (long long)tensor->bytes);
+    return tensor->bytes >= 0 && place[1] <= data_bytes &&
+           tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes;
 }
 
 static int by_place(const void* a, const void* b) {
@@ -228,17 +222,13 @@ static int by_name(const void* a, const void* b) {
     return strcmp(((const SafetensorsTensor*)a)->name, ((const SafetensorsTensor*)b)->name);
 }
 
-// Checks that the tensors of a file tile its data from its first byte to its last. Returns NULL, or what is wrong.
-static const char* check_tiling(SafetensorsTensor* tensors, int count, int64_t data, int64_t data_bytes) {
+// True if the tensors of a file tile its data from its first byte to its last.
+static bool tiles(SafetensorsTensor* tensors, int count, int64_t data, int64_t data_bytes) {
     qsort(tensors, (size_t)count, sizeof(*tensors), by_place);
     int64_t at = data;
-    for (int i = 0; i < count; at += tensors[i++].bytes) {
-        if (tensors[i].at != at)
-            return text_kept("tensor %s does not begin where the one before it ends", tensors[i].name);
-    }
-    return at == data + data_bytes ? NULL
-                                   : text_kept("its tensors need %lld bytes of data and the file has %lld",
-                                               (long long)(at - data), (long long)data_bytes);
+    bool follows = true;
+    for (int i = 0; i < count; at += tensors[i++].bytes) follows = follows && tensors[i].at == at;
+    return follows && at == data + data_bytes;
 }
 
 // Opens a file and reads its header. Returns where its data begins; -1 with a sentence.
@@ -277,13 +267,15 @@ bool safetensors_add(Safetensors* all, const char* path, char* error) {
         if (strcmp(json->key, "__metadata__") == 0) continue;
         SafetensorsTensor* tensor = &all->tensors[all->count++];
         *tensor = (SafetensorsTensor){.name = json->key, .file = number};
-        const char* wrong = header_tensor(json, data, bytes, tensor);
-        if (wrong)
-            return data_error(error, "%s is truncated, corrupted or of a kind that is not known: tensor %s %s", path,
-                              json->key, wrong);
+        if (header_tensor(json, data, bytes, tensor)) continue;
+        return data_error(error,
+                          "%s is truncated, corrupted or of a kind that is not known: its header gives tensor %s no "
+                          "known type, or a shape or offsets that do not fit its %lld bytes of data",
+                          path, json->key, (long long)bytes);
     }
-    const char* wrong = check_tiling(all->tensors + first, all->count - first, data, bytes);
-    return !wrong || data_error(error, "%s is truncated or corrupted: %s", path, wrong);
+    return tiles(all->tensors + first, all->count - first, data, bytes) ||
+           data_error(error, "%s is truncated or corrupted: its tensors do not fill its %lld bytes of data", path,
+                      (long long)bytes);
 }
 
 bool safetensors_sort(Safetensors* all, char* error) {

@@ -19,7 +19,7 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 // Installs the handlers, lets blocked signals through, and opens /dev/null in the place of closed descriptors 0 to 2,
 // so that no file of the run gets text that was meant for the terminal. Call it before anything else.
 void signals_catch(void);
-// Sets `set` to the signals that a run handles. The parent of ranks forwards these to them.
+// Sets `set` to the signals that a run handles.
 void signals_handled(sigset_t* set);
 // Starts a thread with all signals blocked. Returns pthread_create's status.
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);

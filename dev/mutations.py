@@ -32,7 +32,7 @@ ROWS = [
     ("kernels/ranks/shard.cuh", "splits && !s->first);", "splits);", "multi_losses", ["train_gpt2"]),
     ("kernels/ranks/slices.cuh", "return own[i].at + (tile - own[i].tile);", "return own[i].at;", "slices_owners",
      ["unit/slices"]),
-    ("kernels/ranks/rendezvous.c", "return differ == 0;", "return true;", "doors_", ["kernels/ranks/rendezvous"]),
+    ("kernels/ranks/rendezvous.c", "&& proof == rendezvous_proof(launch, &other, own);", ";", "doors_", ["kernels/ranks/rendezvous"]),
     ("kernels/embedding.cuh", "positions[i] : i % T) * C;", "positions[i] : i / T) * C;",
      "model_golden", ["test_gpt2"]),
     ("kernels/norm.cuh", "if (c.by == CLIP_LAST && (double)*c.last > length)", "if (c.by == CLIP_LAST)", "norm",

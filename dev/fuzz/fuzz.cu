@@ -251,7 +251,6 @@ static void fuzz_options(FuzzInput input) {
     free(text);
     if (!fine) return;
     OptimConfig config;
-    if (!resume_words(&options, error)) demand_sentence(error);
     optim_config_from(&options, &config);
 }
 

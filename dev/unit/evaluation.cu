@@ -75,20 +75,20 @@ FOLDER_TEST(evaluation_file) {
         const char* says;
     };
     const Case cases[] = {{"whole", 16, 0, -1, 0, true, nullptr},
-                          {"another beginning", 0, 1, -1, 0, true, "no evaluation file"},
-                          {"another version", 2, 9, -1, 0, true, "version 9"},
-                          {"another kind", 3, 2, -1, 0, true, "contradicts itself"},
+                          {"another beginning", 0, 1, -1, 0, true, "no whole evaluation file"},
+                          {"another version", 2, 9, -1, 0, true, "no whole evaluation file"},
+                          {"another kind", 3, 2, -1, 0, true, "no whole evaluation file"},
                           {"another vocabulary", 4, 300, -1, 0, true, "another vocabulary (of 300 tokens)"},
                           {"other tokens", 5, 1, -1, 0, true, "another vocabulary"},
-                          {"no example", 6, 0, -1, 0, true, "size"},
-                          {"more rows", 7, 14, -1, 0, true, "size"},
-                          {"as many as there can be", 7, 0xffffffffu, -1, 0, true, "size"},
-                          {"cut", 16, 0, -1, 2, true, "size"},
-                          {"one byte of the header", 16, 0, -1, 60, true, "size"},
-                          {"another token", 16, 0, 250, 0, false, "checksum"},
-                          {"an answer that is no choice", 16, 0, 4, 0, true, "contradicts itself"},
-                          {"an example without rows", 16, 0, 0, 0, true, "contradicts itself"},
-                          {"a row without context", 16, 0, 32, 0, true, "contradicts itself"}};
+                          {"no example", 6, 0, -1, 0, true, "no whole evaluation file"},
+                          {"more rows", 7, 14, -1, 0, true, "no whole evaluation file"},
+                          {"as many as there can be", 7, 0xffffffffu, -1, 0, true, "no whole evaluation file"},
+                          {"cut", 16, 0, -1, 2, true, "no whole evaluation file"},
+                          {"one byte of the header", 16, 0, -1, 60, true, "no whole evaluation file"},
+                          {"another token", 16, 0, 250, 0, false, "no whole evaluation file"},
+                          {"an answer that is no choice", 16, 0, 4, 0, true, "no whole evaluation file"},
+                          {"an example without rows", 16, 0, 0, 0, true, "no whole evaluation file"},
+                          {"a row without context", 16, 0, 32, 0, true, "no whole evaluation file"}};
     const char* path = joined(work, "task.eval");
     for (const Case& c : cases) {
         File file = file_make(0, FOUR), before = file;

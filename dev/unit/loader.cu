@@ -237,14 +237,14 @@ TEST(data_loader_files) {
 // A shard's header is wrong, or the file ends within it (at `bytes`), or it is no shard.
 DATA_TEST(data_loader_bad_files) {
     const std::tuple<int, int, int, int, const char*> rows[] = {
-        {20240520, 2, -1, 0, "version 2 and version 1 can be read"},
-        {20240520, 1, 101, 0, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
-        {20240520, 1, 99, 0, "corrupted: its header says 99 tokens"},
-        {20240520, 1, 2000000000, 0, "truncated"},
-        {20240520, 1, -1, 1023, "truncated"},
-        {20240520, 1, -1, 12, "truncated"},
-        {20240520, 1, -1, 8, "truncated"},
-        {20240520, 1, -1, 4, "truncated"},
+        {20240520, 2, -1, 0, "no whole shard: it has version 2"},
+        {20240520, 1, 101, 0, "1224 bytes, and a shard of its 101 tokens has version 1 and 1226 bytes"},
+        {20240520, 1, 99, 0, "no whole shard"},
+        {20240520, 1, 2000000000, 0, "no whole shard"},
+        {20240520, 1, -1, 1023, "no whole shard"},
+        {20240520, 1, -1, 12, "no whole shard"},
+        {20240520, 1, -1, 8, "no whole shard"},
+        {20240520, 1, -1, 4, "no whole shard"},
         {20240801, 7, -1, 0, "is binary"},
         {'\n' << 24 | 'c' << 16 | 'b' << 8 | 'a', ' ' << 8 | 'd', -1, 5, "or type --data-format bytes to train"},
         {'b' << 8 | 'a', 0, -1, 2, "not a shard of tokens"}};

@@ -94,22 +94,27 @@ inline bool runs_few(bool gpu, int ranks) {
     return gpu && ranks > 2;
 }
 
-// Lists the processes that the ranks' parent has made, in their order. Returns how many there are.
+// Lists rank 0, which is the child, and the processes that it has made, in their order. Returns how many there are.
 inline int ranks_of(const Child* child, pid_t* ranks, int most) {
     char text[1024] = "";
     FILE* file = fopen(formatted("/proc/%d/task/%d/children", child->pid, child->pid), "r");
     if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
     if (file) fclose(file);
     int count = 0;
+    ranks[count++] = child->pid;
     for (char* word = strtok(text, " "); word && count < most; word = strtok(nullptr, " ")) ranks[count++] = atoi(word);
     return count;
 }
 
-// Waits until none of these processes is there. Returns whether that came true.
-inline bool gone(const pid_t* ranks, int count) {
-    return comes_true(5, 100, [=] {
+// Waits until none of these processes runs, be it a zombie. Returns whether that came true.
+inline bool gone(const pid_t* ranks, int count, double seconds = 5) {
+    return comes_true(seconds, 100, [=] {
         int left = 0;
-        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
+        for (int i = 0; i < count; i++) {
+            FILE* file = fopen(formatted("/proc/%d/cmdline", ranks[i]), "r");  // a zombie's is empty
+            left += file && fgetc(file) != EOF;
+            if (file) fclose(file);
+        }
         return left == 0;
     });
 }

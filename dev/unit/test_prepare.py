@@ -253,7 +253,7 @@ def test_validation_of_long_documents(case):
 
     for count, share, seed in itertools.product((2, 3, 60), (0.005, 0.1, 0.9), range(100)):
         documents = [(True, f"{i}") for i in range(count)]
-        assert [(begins, text) for _, begins, text in prepare.draw(documents, share, 64, seed)] == documents
+        assert [(begins, text) for _, begins, text in prepare.draw(documents, share, seed)] == documents
     for i, books in enumerate(cases):
         names = [case.write(f"{i}_{j}.txt", book) for j, book in enumerate(books)]
         corpus = case.prepare(*names, out=f"it's {i}")

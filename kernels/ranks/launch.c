@@ -1,24 +1,18 @@
 // See launch.h. First the environment, then --gpus.
 #include "launch.h"
 #include <errno.h>
-#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
-#include <sys/wait.h>
 #include <unistd.h>
-#include "../../data/clock.h"
 #include "../../data/files.h"
 #include "../../data/memory.h"
 #include "../../data/signals.h"
 #include "rendezvous.h"
 
-enum {
-    MOST_RANKS = 1024,
-    STOP_SECONDS = 5  // after a failure, until the other ranks are killed
-};
+enum { MOST_RANKS = 1024 };
 
 // Returns a whole number in the environment; -1 if it is absent or not a number.
 static int variable(const char* name) {
@@ -58,7 +52,7 @@ static const struct {
 };
 enum { TORCHRUN, OPEN_MPI, SLURM, MPICH, LAUNCHER_COUNT };
 
-// Reads row i. False if it is incomplete, as in Slurm's batch script, which is one process and no step.
+// Reads row i. False if it is impossible or incomplete, as in Slurm's batch script, which is one process and no step.
 static bool read_rank(Launch* launch, int i) {
     *launch = (Launch){.source = LAUNCHERS[i].source, .rank = variable(LAUNCHERS[i].rank)};
     launch->world = variable(LAUNCHERS[i].world), launch->local_rank = variable(LAUNCHERS[i].local_rank);
@@ -66,8 +60,8 @@ static bool read_rank(Launch* launch, int i) {
     if (i == SLURM && variable("SLURM_STEP_NUM_NODES") == 1) launch->local_world = launch->world;
     snprintf(launch->job, sizeof(launch->job), "%s %.60s %.40s", LAUNCHERS[i].rank, text_variable(LAUNCHERS[i].job),
              text_variable(LAUNCHERS[i].job_part));
-    return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0 &&
-           (i != SLURM || variable("SLURM_STEP_ID") >= 0);
+    return launch->rank >= 0 && launch->rank < launch->world && launch->world <= MOST_RANKS &&
+           launch->local_rank >= 0 && (i != SLURM || variable("SLURM_STEP_ID") >= 0);
 }
 
 // Finds where rank 0 listens, for row i. Without MASTER_PORT the port follows from the job.
@@ -97,13 +91,9 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         const char* names[3] = {LAUNCHERS[half].rank, LAUNCHERS[half].world, LAUNCHERS[half].local_rank};
         return data_error(error,
                           "a launcher has made several processes, but %s ('%s'), %s ('%s') and %s ('%s') do not say "
-                          "who this one is; set them, or unset all of them and type --gpus N",
+                          "who this one is, of %d at most; set them, or unset all of them and type --gpus N",
                           names[0], text_variable(names[0]), names[1], text_variable(names[1]), names[2],
-                          text_variable(names[2]));
-    }
-    if (i < LAUNCHER_COUNT && (launch->rank >= launch->world || launch->world > MOST_RANKS)) {
-        return data_error(error, "%s: rank %d of %d is impossible; ranks count from 0, and are at most %d",
-                          launch->source, launch->rank, launch->world, MOST_RANKS);
+                          text_variable(names[2]), MOST_RANKS);
     }
     if (i == LAUNCHER_COUNT || launch->world == 1) {
         *launch = (Launch){.world = 1, .source = ""};
@@ -121,73 +111,34 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
             launch->source, launch->host, text_variable("MASTER_PORT"));
     }
     launch->has_secret = secret[0] != 0;
-    SCOPED char* text = text_format("nibble rendezvous 7 of %d ranks, %s: %s", launch->world, launch->job, secret);
-    sha256(text, strlen(text), launch->key);
+    SCOPED char* text = text_format("nibble rendezvous 8 of %d ranks, %s: %s", launch->world, launch->job, secret);
+    rendezvous_key(launch, text);
     return true;
 }
 
 // --gpus.
 
-// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end, and
-// are killed then. The code is that of the first failure, or of a signal.
-static void supervise(pid_t* ranks, int count, const sigset_t* signals) {
-    int code = 0;
-    double until = INFINITY;
-    for (int left = count; left > 0 && seconds_now() < until;) {
-        const struct timespec second = {1, 0};
-        const int signal = sigtimedwait(signals, NULL, &second);
-        for (int i = 0; i < count; i++) {
-            int status = 0;
-            if (ranks[i] == 0) continue;
-            if (signal > 0 && signal != SIGCHLD) kill(ranks[i], signal);
-            if (waitpid(ranks[i], &status, WNOHANG) != ranks[i]) continue;
-            const int ended = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-            if (WIFSIGNALED(status) && code <= 128) {
-                fprintf(stderr, "train: error: rank %d (process %d) was ended by signal %d (%s); all ranks stop\n", i,
-                        (int)ranks[i], ended - 128, strsignal(ended - 128));
-            }
-            if (code == 0 || (WIFSIGNALED(status) && code <= 128)) code = ended;
-            ranks[i] = 0, left--;
-            // A rank that a signal stopped has saved, and the others do the same in their own time.
-            const bool stopped = WIFEXITED(status) && ended > 128;
-            if (code != 0 && !stopped) until = fmin(until, seconds_now() + STOP_SECONDS);
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        if (ranks[i] != 0) kill(ranks[i], SIGKILL), waitpid(ranks[i], NULL, 0);
-    }
-    exit(code);
-}
-
 bool launch_fork(Launch* launch, int gpus, char* error) {
-    sigset_t signals, before;
     // The ranks inherit the secret in memory, not in the environment.
     *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1", .has_secret = true};
+    launch->forked = true;
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
     }
     if (!rendezvous_listen(launch, error)) return false;
-    signals_handled(&signals);
-    sigaddset(&signals, SIGCHLD), sigaddset(&signals, SIGQUIT);
-    sigprocmask(SIG_BLOCK, &signals, &before);
-    pid_t parent = getpid(), *ranks = memory_zero((size_t)gpus, sizeof(pid_t));
+    const pid_t first = getpid();
     fflush(NULL);
-    for (int rank = 0; rank < gpus; rank++) {
-        ranks[rank] = fork();
-        if (ranks[rank] < 0) {
-            for (int i = 0; i < rank; i++) kill(ranks[i], SIGKILL);
+    for (int rank = 1; rank < gpus; rank++) {
+        const pid_t process = fork();
+        // Ranks that have been made end with this process.
+        if (process < 0)
             return data_error(error, "--gpus %d: rank %d cannot be started: %s", gpus, rank, strerror(errno));
-        }
-        if (ranks[rank] > 0) continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);  // this process ends with its parent
-        if (getppid() != parent) _exit(1);
-        if (rank > 0) signals_quiet(), close(launch->listener);
-        sigprocmask(SIG_SETMASK, &before, NULL);
-        free(ranks);
+        if (process > 0) continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != first) _exit(1);
+        signals_quiet(), close(launch->listener);
         launch->rank = launch->local_rank = rank;
         return true;
     }
-    close(launch->listener);
-    supervise(ranks, gpus, &signals);
-    return false;
+    return true;
 }

@@ -1,8 +1,8 @@
 // The processes of a run, one per GPU, called ranks: how they start, communicate and end together.
 //
-// `--gpus N` forks N ranks; the parent process forwards signals to them, waits, and exits with the code of the first
-// rank that failed. Otherwise the environment says which rank this is: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
-// MASTER_ADDR and MASTER_PORT, Open MPI's OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
+// With `--gpus N` the process that was started is rank 0; it forks the others, which end with it. Otherwise the
+// environment says which rank this is: torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, Open MPI's
+// OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
 //
 // Every other rank is connected to rank 0 (rendezvous.c), for the messages of the host and a beat a second. Tensors go
 // through comm.cuh.
@@ -21,19 +21,20 @@ typedef struct {
     int rank, world;              // 0 of 1: alone
     int local_rank, local_world;  // on this machine; local_world below 1: unknown
     const char* source;           // who started the ranks, for the banner; "" alone
+    bool forked;                  // by launch_fork
     char host[256];               // where rank 0 listens
     int port;
     int listener;  // rank 0's socket; 0: none yet
     char job[128];
-    bool has_secret;        // false: NIBBLE_SECRET is not set, so anybody could make the key
-    unsigned char key[32];  // of the secret, the job and its ranks, which prove to each other that they have it
+    bool has_secret;  // false: NIBBLE_SECRET is not set, so anybody could make the key
+    uint64_t key[2];  // of the secret, the job and its ranks, which prove to each other that they have it
 } Launch;
 
 // Reads the environment; false with a sentence if it is incomplete, contradicts itself, or --gpus is above 1 as well.
 bool launch_environment(Launch* launch, int64_t gpus, char* error);
 
-// Forks `gpus` ranks and returns true in each of them; the calling process waits for them and exits. It must not have
-// used CUDA or started a thread before.
+// Makes the calling process rank 0 of `gpus` ranks, forks the others, and returns true in each. The calling process
+// must not have used CUDA or started a thread before. launch_leave waits for the others.
 bool launch_fork(Launch* launch, int gpus, char* error);
 
 // Connects the ranks, if there are several, and starts the watch; false with a sentence if some do not come in time.

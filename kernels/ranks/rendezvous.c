@@ -4,7 +4,7 @@
 //    connects to it, again and again until --join-timeout has passed: once for messages and once for beats, since a
 //    beat must not wait behind a long message.
 // 2. Both sides of a connection send a Hello with a random number.
-// 3. The rank proves that it belongs to the run, and then rank 0 does, by a hash of both Hellos behind a key that
+// 3. The rank proves that it belongs to the run, and then rank 0 does, by a hash of both Hellos, with a key that
 //    follows from NIBBLE_SECRET, the job, the number of ranks and the version of these messages.
 // 4. Rank 0 closes its listening socket when all have come.
 //
@@ -28,6 +28,7 @@
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include "../../data/clock.h"
 #include "../../data/files.h"
@@ -128,24 +129,45 @@ bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     return true;
 }
 
-bool rendezvous_prove(const Launch* launch, const Hello* own, const Hello* other, unsigned char proof[HASH_BYTES]) {
-    unsigned char had[HASH_BYTES], differ = 0;
-    struct {
-        unsigned char key[HASH_BYTES];
-        Hello own, other;
-    } all = {.own = *own, .other = *other};
-    memcpy(all.key, launch->key, HASH_BYTES);
-    memcpy(had, proof, HASH_BYTES);
-    sha256(&all, sizeof(all), proof);
-    for (int i = 0; i < HASH_BYTES; i++) differ |= had[i] ^ proof[i];  // as long wherever they differ
-    return differ == 0;
+static uint64_t rotate(uint64_t x, int bits) {
+    return x << bits | x >> (64 - bits);
+}
+
+static void siphash_round(uint64_t v[4]) {
+    v[0] += v[1], v[1] = rotate(v[1], 13) ^ v[0], v[0] = rotate(v[0], 32);
+    v[2] += v[3], v[3] = rotate(v[3], 16) ^ v[2];
+    v[0] += v[3], v[3] = rotate(v[3], 21) ^ v[0];
+    v[2] += v[1], v[1] = rotate(v[1], 17) ^ v[2], v[2] = rotate(v[2], 32);
+}
+
+uint64_t siphash(const uint64_t key[2], const void* bytes, size_t count) {
+    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575, key[1] ^ 0x646f72616e646f6d, key[0] ^ 0x6c7967656e657261,
+                     key[1] ^ 0x7465646279746573};
+    for (size_t at = 0; at <= count; at += 8) {
+        const size_t left = count - at;
+        uint64_t word = left < 8 ? (uint64_t)count << 56 : 0;  // the last one has the length
+        memcpy(&word, (const char*)bytes + at, left < 8 ? left : 8);
+        v[3] ^= word, siphash_round(v), siphash_round(v), v[0] ^= word;
+    }
+    v[2] ^= 0xff;
+    for (int i = 0; i < 4; i++) siphash_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+void rendezvous_key(Launch* launch, const char* secret) {
+    for (uint64_t i = 0; i < 2; i++) launch->key[i] = siphash((const uint64_t[2]){i, 0}, secret, strlen(secret));
+}
+
+uint64_t rendezvous_proof(const Launch* launch, const Hello* own, const Hello* other) {
+    const Hello both[2] = {*own, *other};
+    return siphash(launch->key, both, sizeof(both));
 }
 
 // Makes the Hello of this process. False if the system gives no random numbers.
 static bool hello_make(const Launch* launch, Hello* own) {
     *own = (Hello){.rank = launch->rank, .pid = getpid()};
     gethostname(own->host, sizeof(own->host) - 1);
-    return getrandom(own->random, HASH_BYTES, 0) == HASH_BYTES;
+    return getrandom(own->random, sizeof(own->random), 0) == sizeof(own->random);
 }
 
 // True if this side still lacks this connection: elsewhere than on rank 0 it is one to rank 0, and there an open
@@ -155,21 +177,22 @@ static bool connection_lacks(const Launch* launch, const Hello* other) {
     if (launch->rank > 0) return rank == 0;
     if (rank < 1 || rank >= launch->world || channel < 0 || channel >= CHANNELS) return false;
     const Peer* peer = &watch.peers[rank];
-    return peer->socket[channel] < 0 && (channel == 0 || memcmp(other->random, peer->hello.random, HASH_BYTES) == 0);
+    return peer->socket[channel] < 0 &&
+           (channel == 0 || memcmp(other->random, peer->hello.random, sizeof(other->random)) == 0);
 }
 
 // Proves this side of a new connection and checks the other. If that fails, it closes the socket and returns false.
 static bool handshake(const Launch* launch, const Hello* own, int socket, double deadline) {
-    unsigned char proof[HASH_BYTES];
+    uint64_t proof;
     Hello other;
     bool ok = send_all(socket, own, sizeof(*own)) && receive_by(socket, &other, sizeof(other), deadline) &&
               connection_lacks(launch, &other);
     for (int rank_proves = 1; ok && rank_proves >= 0; rank_proves--) {
         if (rank_proves == (launch->rank > 0)) {
-            rendezvous_prove(launch, own, &other, proof);
-            ok = send_all(socket, proof, sizeof(proof));
+            proof = rendezvous_proof(launch, own, &other);
+            ok = send_all(socket, &proof, sizeof(proof));
         } else {
-            ok = receive_by(socket, proof, sizeof(proof), deadline) && rendezvous_prove(launch, &other, own, proof);
+            ok = receive_by(socket, &proof, sizeof(proof), deadline) && proof == rendezvous_proof(launch, &other, own);
         }
     }
     if (!ok) return close(socket), false;
@@ -185,9 +208,10 @@ static bool handshake(const Launch* launch, const Hello* own, int socket, double
 }
 
 static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
-    const double deadline = seconds_now() + (double)limit;
+    const double began = seconds_now(), deadline = began + (double)limit;
     int missing = (launch->world - 1) * CHANNELS, listed = 0;
     const char* list = "";
+    bool ended = false;  // a rank that launch_fork has made
     Hello own;
     if (launch->listener <= 0 && !rendezvous_listen(launch, error)) return false;
     if (!launch->has_secret) {
@@ -196,7 +220,8 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
                 "the same random text on all ranks (openssl rand -hex 16 makes one)\n",
                 launch->host, launch->port);
     }
-    while (missing > 0 && seconds_now() < deadline) {
+    while (missing > 0 && !ended && seconds_now() < deadline) {
+        ended = launch->forked && waitpid(-1, NULL, WNOHANG) > 0;
         struct pollfd waits = {launch->listener, POLLIN, 0};
         if (poll(&waits, 1, 100) <= 0) continue;
         const int one = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
@@ -219,7 +244,8 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s%s; look at what they "
                       "say, start all with the same NIBBLE_SECRET and number of ranks, each as a rank of its own, or "
                       "give them longer with --join-timeout",
-                      (long long)limit, launch->world, launch->host, launch->port, list, listed > 16 ? ", ..." : "");
+                      (long long)(seconds_now() - began), launch->world, launch->host, launch->port, list,
+                      listed > 16 ? ", ..." : "");
 }
 
 static bool reach_first(const Launch* launch, int64_t limit, char* error) {
@@ -284,17 +310,22 @@ void launch_failed(int code, const char* text) {
 
 // `silence`: the seconds without a beat, or 0 for a connection that has ended.
 __attribute__((noreturn)) static void peer_lost(int r, int silence) {
+    const Launch* launch = &watch.launch;
     const Hello* its = &watch.peers[r].hello;
     char how[128] = "ended without a word", text[512];
+    int status = 0, code = 1;
     if (silence > 0) {
         snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
+    } else if (launch->forked && r > 0 && waitpid(its->pid, &status, 0) == its->pid) {
+        const int number = WTERMSIG(status);
+        code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + number;
+        if (WIFSIGNALED(status)) snprintf(how, sizeof(how), "been ended by signal %d (%s)", number, strsignal(number));
     }
     snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) has %s; all ranks stop\n", r, its->host,
              its->pid, how);
-    // One rank of each machine says that rank 0 is lost, and the parent process of --gpus how a rank ended.
-    const bool speaks = r > 0 || watch.launch.rank == 1 || watch.launch.local_rank == 0;
-    const bool forked = strcmp(watch.launch.source, "--gpus") == 0;
-    end_all(1, !speaks || (silence == 0 && forked) ? "" : text);
+    // One rank of each machine says that rank 0 is lost; a shell says itself how the process that it started has ended.
+    const bool speaks = launch->rank == 1 || launch->local_rank == 0, shell = launch->forked && silence == 0;
+    end_all(code, r > 0 || (speaks && !shell) ? text : "");
 }
 
 // Reads a beat of rank r, whose first bytes have come. The end of the file means that the rank has ended.
@@ -435,4 +466,5 @@ void launch_leave(const Launch* launch) {
     watch.leaves = true;
     pthread_mutex_unlock(&lock);
     launch_any(launch, false);  // no rank ends before all have come here
+    while (launch->forked && launch->rank == 0 && wait(NULL) > 0) continue;
 }

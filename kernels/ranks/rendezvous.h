@@ -5,13 +5,13 @@
 C_LINKAGE_BEGIN
 
 enum { MESSAGES, BEATS, CHANNELS };
-enum { HASH_BYTES = 32 };
 
 // Who a process is.
 typedef struct {
     int32_t rank, channel, pid;
-    char host[64];                     // may lack its final NUL
-    unsigned char random[HASH_BYTES];  // the same on both channels of a process
+    int32_t zero;
+    char host[64];       // may lack its final NUL
+    uint64_t random[2];  // the same on both channels of a process
 } Hello;
 
 // What a rank says every second.
@@ -21,12 +21,14 @@ typedef struct {
     int64_t progress;
 } Beat;
 
-// SHA-256 (FIPS 180-4) of `count` bytes.
-void sha256(const void* bytes, size_t count, unsigned char hash[HASH_BYTES]);
+// SipHash-2-4 of `count` bytes (Aumasson and Bernstein, 2012): only who has the key can compute it.
+uint64_t siphash(const uint64_t key[2], const void* bytes, size_t count);
 
-// Computes what proves a process to another: the hash of the key and both of their Hellos, whose length is always the
-// same, so that nobody can extend it. True if `proof` held it before.
-bool rendezvous_prove(const Launch* launch, const Hello* own, const Hello* other, unsigned char proof[HASH_BYTES]);
+// Sets launch->key to what follows from a secret text.
+void rendezvous_key(Launch* launch, const char* secret);
+
+// Returns what proves a process to another: the hash of both of their Hellos.
+uint64_t rendezvous_proof(const Launch* launch, const Hello* own, const Hello* other);
 
 // Listens at launch->port (0: any port), and sets launch->port to the port and launch->listener to the socket.
 bool rendezvous_listen(Launch* launch, char* error);
