@@ -95,16 +95,6 @@ __device__ __forceinline__ void hopper_backward_queries(HopperBackwardShared<Sha
     if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
 }
 
-// Rounds s, which holds p, to a left operand.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_round(uint32_t (&p)[Shape::BM / 16][4],
-                                                      const float (&s)[Shape::BM / 8][4]) {
-#pragma unroll
-    for (int n = 0; n < Shape::BM / 8; n++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) p[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][r * 2], s[n][r * 2 + 1]);
-}
-
 // ds = p (dp - D), from the rounded p. The product for dv, in flight, reads p too, so p must stay until dv is done.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_ds(uint32_t (&ds)[Shape::BM / 16][4],
@@ -195,11 +185,11 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         if (!more) break;
         hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E, part);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
-        hopper_backward_round<Shape>(p, s);
+        pack_left(p, s);  // the rounded p
         if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2);
         float dp[BM / 8][4];
         hopper_backward_scores<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES, q_tile + Shape::QUERY_BYTES);
-        hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
+        wgmma_columns(dv, p, q_tile + Shape::QUERY_BYTES, !first);
         wgmma_wait<1>();
         wgmma_hold(dp);
         if (last && shorter == 0) {
@@ -207,7 +197,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
             barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
         }
         hopper_backward_ds<Shape>(ds, p, dp, shared.rows[stage][1]);
-        hopper_backward_sum<Shape>(dk, ds, q_tile, !first);
+        wgmma_columns(dk, ds, q_tile, !first);
         hopper_backward_share<Shape>(shared, memory, ds, count, part);
         before = tile;
         if (!last) {
