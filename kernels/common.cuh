@@ -513,6 +513,16 @@ __device__ inline float2 pair_floats(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
+// The same in fp16.
+__device__ inline uint32_t pack_half(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ inline float2 half_floats(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+
 // to_float of a vector. It unpacks whole words: if lanes are taken one by one, nvcc first moves most of them to
 // registers of their own, and keeps them there if the vector was loaded under a condition.
 template <typename T>

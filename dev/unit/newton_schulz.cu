@@ -133,7 +133,7 @@ TEST(symmetric_tiles_are_each_square_once) {
         const int tiles = (s.whole + s.half) * 2, down = (s.rows + 127) / 128, across = (s.columns + 127) / 128;
         memset(seen, 0, sizeof(seen));
         for (int k = 0; k < tiles; k++) {
-            const SymmetricTile t = symmetric_tile(k, s);
+            const SymmetricTile t = gemm_tile(k, s);
             for (int i = 0; i < (t.half ? 1 : 2); i++) seen[t.matrix][t.row / 128][t.column / 128 + i]++;
         }
         for (int i = 0; i < 2 * down * across; i++) {
