@@ -82,12 +82,9 @@ __host__ __device__ inline void fp8_slot_event(const Fp8& f, int slot, Fp8Event 
 }
 
 #ifdef __CUDACC__
-// Grid 1, block 1: the scale of a tensor whose amax was found just now, or is at most this.
-__global__ static void fp8_rescale_kernel(Fp8 f, int slot, Fp8Type type) {
-    fp8_set_scale(f, slot, fp8_magnitude(f.amax[slot]), type, 0);
-}
-__global__ static void fp8_fix_kernel(Fp8 f, int slot, float amax, Fp8Type type) {
-    fp8_set_scale(f, slot, amax, type, 0);
+// Grid 1, block 1.
+__global__ static void fp8_rescale_kernel(Fp8 f, int slot, Fp8Type type, float amax) {
+    fp8_set_scale(f, slot, amax < 0.0f ? fp8_magnitude(f.amax[slot]) : amax, type, 0);
 }
 
 // Grid ceil(slots / 256), block 256.
@@ -99,21 +96,18 @@ __global__ static void fp8_event_kernel(Fp8 f, Fp8Event event, const float* fact
 }
 #endif
 
-// Sets the scale of a tensor whose largest magnitude was found just now.
-inline void fp8_rescale(const Device* dev, const Fp8* f, int slot, Fp8Type type) {
-    if (!dev->gpu) return fp8_set_scale(*f, slot, fp8_magnitude(f->amax[slot]), type, 0);
+// Sets the scale of a tensor whose values are at most `amax`; by default that is what was found just now.
+inline void fp8_rescale(const Device* dev, const Fp8* f, int slot, Fp8Type type, float amax = -1.0f) {
+    if (!dev->gpu) return fp8_set_scale(*f, slot, amax < 0.0f ? fp8_magnitude(f->amax[slot]) : amax, type, 0);
 #ifdef __CUDACC__
-    launch_kernel(dev, fp8_rescale_kernel, 1, 1, 0, *f, slot, type);
+    launch_kernel(dev, fp8_rescale_kernel, 1, 1, 0, *f, slot, type, amax);
 #endif
 }
 
 // Sets a scale that is known beforehand, for values of at most `amax`.
 inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type type) {
     f->fixed = slot;
-    if (!dev->gpu) return fp8_set_scale(*f, slot, amax, type, 0);
-#ifdef __CUDACC__
-    launch_kernel(dev, fp8_fix_kernel, 1, 1, 0, *f, slot, amax, type);
-#endif
+    fp8_rescale(dev, f, slot, type, amax);
 }
 
 inline int64_t fp8_bytes(int slots) {

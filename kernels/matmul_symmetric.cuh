@@ -1,6 +1,6 @@
 // The products of Newton-Schulz (optim/matrix/newton_schulz.cuh), most of whose results are symmetric. For each of
-// `batch` matrices, row-major and one after another without gaps:
-//     d = alpha a op(b) + beta c + gamma I          a (rows, depth), op(b) (depth, cols), c and d (rows, cols)
+// `batch` matrices
+//     d = alpha a op(b) + beta c + gamma I                                     (MatmulProduct; a is not transposed)
 // If the result is symmetric, the elements on and below the diagonal are computed; the others mirror them. The
 // plain C version, in fp32, defines that. On a GPU elements are fp16 and sums fp32.
 //
@@ -22,31 +22,8 @@
 #include "gemm_sm90.cuh"
 #endif
 
-struct SymmetricProduct {
-    int64_t rows, cols, depth;
-    bool transpose_b;  // b lies in memory as (cols, depth)
-    float alpha, beta, gamma;
-    bool symmetric;  // the result is
-    int64_t batch;
-};
-
-inline MatmulProduct symmetric_as_plain(const SymmetricProduct* p) {
-    return {p->rows,
-            p->cols,
-            p->depth,
-            false,
-            p->transpose_b,
-            p->alpha,
-            p->beta,
-            p->batch,
-            p->rows * p->depth,
-            p->depth * p->cols,
-            p->rows * p->cols};
-}
-
-inline void symmetric_product_cpu(const SymmetricProduct* p, float* d, const float* a, const float* b, const float* c) {
-    const MatmulProduct plain = symmetric_as_plain(p);
-    matmul_product_cpu(&plain, d, a, b, c);
+inline void symmetric_product_cpu(const MatmulProduct* p, float* d, const float* a, const float* b, const float* c) {
+    matmul_product_cpu(p, d, a, b, c);
     for (int64_t m = 0; m < p->batch; m++, d += p->rows * p->cols) {
         for (int64_t i = 0; i < p->rows && i < p->cols; i++) d[i * p->cols + i] += p->gamma;
         for (int64_t i = 0; p->symmetric && i < p->rows; i++) {
@@ -74,7 +51,7 @@ struct SymmetricTile {
     __host__ __device__ int columns() const { return half ? SP_HALF : SP_COLUMNS; }
 };
 
-inline SymmetricShape symmetric_shape(const SymmetricProduct* p) {
+inline SymmetricShape symmetric_shape(const MatmulProduct* p) {
     SymmetricShape s = {};
     s.rows = (int)p->rows, s.columns = (int)p->cols, s.depth = (int)p->depth, s.batch = (int)p->batch;
     s.symmetric = p->symmetric, s.down = (int)ceil_div(p->rows, SP_ROWS);
@@ -326,17 +303,16 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 
 // True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
 // may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
-inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
+inline bool symmetric_product_fits(const Device* dev, const MatmulProduct* p) {
     return hopper_runs(dev, symmetric_product_kernel<0>) && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
            p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 &&
            p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : p->transpose_b);
 }
 
-inline void symmetric_product_library(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a,
+inline void symmetric_product_library(const Device* dev, const MatmulProduct* p, __half* d, const __half* a,
                                       const __half* b, const __half* c) {
-    const MatmulProduct plain = symmetric_as_plain(p);
-    matmul_product<__half, __half>(dev, &plain, d, a, b, c);
+    matmul_product<__half, __half>(dev, p, d, a, b, c);
     if (p->gamma == 0.0f) return;
     const int64_t blocks = ceil_div((p->rows < p->cols ? p->rows : p->cols) * p->batch, 256);
     launch_kernel(dev, symmetric_diagonal_kernel, (unsigned)(blocks < 4096 ? blocks : 4096), 256, 0, d, p->rows,
@@ -344,7 +320,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
 }
 
 // Makes a product on a GPU. d differs from a, b and c. Dimensions are multiples of 8.
-inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
+inline void symmetric_product(const Device* dev, const MatmulProduct* p, __half* d, const __half* a, const __half* b,
                               const __half* c) {
     if (p->batch == 0) return;
     if (!symmetric_product_fits(dev, p)) return symmetric_product_library(dev, p, d, a, b, c);
