@@ -224,11 +224,11 @@ static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
     tensor_at(m, t + 1, &norm->bias, &norm->dbias);
 }
 
-// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: kernels
-// make the codes of the input and of dout.
+// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: the codes
+// of the input and of dout that kernels make.
 template <typename X, typename G>
 static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
-                      X* dout, bool made, bool dmade) {
+                      X* dout, Fp8Made made, Fp8Made dmade) {
     const int t = weight_tensor(l, matrix);
     X* weight;
     tensor_at(m, t, &weight, &linear->dweight);
@@ -266,13 +266,13 @@ template <typename X, typename G>
 static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
     const int C = m->config.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
     const Fp8Use* use = &a->fp8;
-    const bool makes = use->producers_quantize;
+    const Fp8Made makes = use->producers;
     norm_at(m, t, &b->ln1);
     norm_at(m, t + 6, &b->ln2);
-    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention_quantizes);
-    linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, false, makes);
-    linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, false);
-    linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, false, makes);
+    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention);
+    linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, FP8_NOTHING, makes);
+    linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, FP8_NOTHING);
+    linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, FP8_NOTHING, makes);
     linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
 }
 
@@ -296,9 +296,8 @@ static Activations<X, G> activations_of(const Model* m, void* base, bool train) 
     if (fp8) linear_use_gradients(&layout, &a.fp8, N, (int)C);
     a.scratch = (float*)layout_take<char>(&layout, train ? scratch_bytes<X>(m) : 0);
     if (layout.used < logits) layout.used = logits;
-    if (fp8) {
-        linear_use_begin(&layout, &a.fp8, m->dev, (Fp8*)&m->fp8, base && attention_backward_codes(m->dev), N, (int)C);
-    }
+    if (fp8) linear_use_layer(&layout, &a.fp8, N, (int)C);
+    if (fp8 && base) linear_use_begin(&a.fp8, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), N, (int)C);
     void* dequant_buffer = layout_take<char>(&layout, train ? 0 : m->arena.dequant_bytes);
     if (base) arena_dequant_buffer(&m->arena, train ? nullptr : dequant_buffer);
     a.branch = a.dbranch = layout_take<X>(&layout, N * C);  // the backward pass no longer needs it

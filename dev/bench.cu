@@ -30,14 +30,12 @@ static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int6
     device_zero(dev, memory, fp8_bytes(3));
     Fp8 scales = fp8_open(3, FP8_E5M2, memory);
     uint8_t* codes = room.device<uint8_t>(n * n);
-    const Fp8Operand to = {codes, nullptr, 0, FP8_E4M3};
+    const Operand<bf16> operand = {(bf16*)values, codes, nullptr, &scales};
     fp8_begin(dev, &scales);
-    fp8_cast<bf16>(dev, &scales, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, n, (int)n,
-                   false);
-    const double ms = median_ms(dev, 10, [&] {
-        const Fp8Factor factor = {codes, 0, FP8_E4M3};
-        fp8_product<bf16>(dev, &scales, out, factor, factor, (const bf16*)nullptr, n, n, n, true, false);
-    });
+    fp8_cast(dev, &operand, n, (int)n);
+    const Fp8Factor factor = operand_rows(&operand);
+    const double ms =
+        median_ms(dev, 10, [&] { fp8_product<bf16>(dev, out, factor, factor, nullptr, n, n, n, true, false); });
     return 2.0 * (double)n * (double)n * (double)n / (1e-3 * ms);
 }
 
@@ -132,7 +130,7 @@ struct Operators {
                 [&] { attention_forward<bf16>(dev, b->attproj.inp.values, b->lse, b->qkv_out, B, T, C, NH); });
         layer("qkv", n, b->qkv_out, &b->qkv, N);
         layer("attention projection", n, act.branch, &b->attproj, N);
-        a->fp8 = use->gelu_quantizes;
+        a->fp8 = use->gelu;
         account(a, "fc + gelu", n, 8.0 * NC * C, 0,
                 [&] { linear_forward(dev, b->pre_gelu, &b->fc, N, &b->fcproj.inp); });
         layer("fc projection", n, act.branch, &b->fcproj, N);

@@ -52,7 +52,7 @@ struct PlainUser {
 
 __device__ __forceinline__ void plain_consume(PlainWork& w, GemmShape shape) {
     for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
-        gemm_product<PlainUser>(w, (shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH);
+        gemm_product<PlainUser>(w, gemm_steps(shape));
 #pragma unroll
         for (int n = 0; n < GEMM_COLUMNS / 8; n++) {
             const float* c = w.gemm.c[n];
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(384, 1) plain_gemm_kernel(const __grid_constan
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_shrink<24>();
-        if (threadIdx.x == 0) gemm_produce<0, 0>(stages, &maps.a, &maps.b, shape);
+        if (threadIdx.x == 0) gemm_produce<0, 0, GEMM_COLUMNS>(stages, &maps.a, &maps.b, shape);
         return;
     }
     registers_grow<240>();

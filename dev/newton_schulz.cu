@@ -107,7 +107,7 @@ static void run_plain(const Device* dev, const Arrays* a, const OptimConfig* con
 }
 // The Gram form, each product by itself.
 static void run_library(const Device* dev, const Arrays* a, const OptimConfig* config) {
-    const auto product = [&](const SymmetricProduct* p, __half* d, const __half* left, const __half* right,
+    const auto product = [&](const MatmulProduct* p, __half* d, const __half* left, const __half* right,
                              const __half* c) { symmetric_product_library(dev, p, d, left, right, c); };
     a->begin(a->half_given);
     a->result = newton_schulz_symmetric<__half>(config, product, (__half*)a->x, (__half*)a->y, (__half*)a->squares,

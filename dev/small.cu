@@ -120,8 +120,8 @@ static void squares(const Device* dev, const Arrays* a) {
 }
 static void cast(const Device* dev, const Arrays* a) {
     Fp8 fp8 = a->fp8;
-    const Fp8Operand to = {a->codes, a->columns, 0, FP8_E4M3};
-    fp8_cast<bf16, float>(dev, &fp8, &to, FP8_COPY, a->inp, nullptr, nullptr, nullptr, a->N, a->C, false);
+    const Operand<bf16> operand = {a->inp, a->codes, a->columns, &fp8};
+    fp8_cast(dev, &operand, a->N, a->C);
 }
 static void transpose(const Device* dev, const Arrays* a) {
     fp8_by_columns(dev, a->columns, a->codes, a->N, a->C);
@@ -179,8 +179,8 @@ static double error_codes(const Variant<Arrays>* v, Arrays* a) {
     uint32_t amax[2] = {};
     plain.scale = scale, plain.scale_inv = scale_inv, plain.amax = amax;
     fp8_set_scale(plain, 0, 2.0f, FP8_E4M3, 0);
-    const Fp8Operand to = {a->host<uint8_t>(a->n), a->host<uint8_t>(a->n), 0, FP8_E4M3};
-    fp8_cast_cpu(&plain, &to, FP8_COPY, host_floats(a, a->inp, a->n), nullptr, nullptr, a->N, a->C, false);
+    const Operand<float> to = {host_floats(a, a->inp, a->n), a->host<uint8_t>(a->n), a->host<uint8_t>(a->n), &plain};
+    fp8_cast_cpu(&to, nullptr, nullptr, a->N, a->C, false);
     cast(a->dev, a);
     v->run(a->dev, a);
     return worst(off_bits(a, a->codes, to.rows, a->n), off_bits(a, a->columns, to.columns, a->n));

@@ -205,27 +205,6 @@ __global__ void __launch_bounds__(256)
     if (FOR_KEYS) sum2.store(to + 2 * C, 1.0f);
 }
 
-// D[b][h][t] = dout . out over a head. One thread per 16 bytes, HS * sizeof(X) / 16 threads (8, 16 or 32) per row;
-// grid ceil(B * T * NH * HS * sizeof(X) / 16 / 256), block 256; deterministic.
-template <typename X, int HS>
-__global__ void attention_dot_kernel(float* D /*(B,NH,T)*/, const X* dout /*(B,T,NH,HS)*/, const X* out /*(B,T,NH,HS)*/,
-                                     int64_t rows /*B*T*NH*/, int T, int NH) {
-    constexpr int THREADS = HS / Vec<X>::size;
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / THREADS;
-    float sum = 0.0f;
-    if (row < rows) {
-        Vec<X> a = load_vec(dout + i * Vec<X>::size), b = load_vec(out + i * Vec<X>::size);
-#pragma unroll
-        for (int l = 0; l < Vec<X>::size; l++) sum = fmaf(to_float(a.lane[l]), to_float(b.lane[l]), sum);
-    }
-#pragma unroll
-    for (int offset = THREADS / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (row < rows && i % THREADS == 0) {
-        unsigned token = (unsigned)row / NH, head = (unsigned)row % NH;  // 2^32 rows would be 10^12 bytes of qkv
-        D[((int64_t)(token / T) * NH + head) * T + token % T] = sum;
-    }
-}
-
 template <typename X, int HS>
 void attention_forward_gpu(const Device* dev, X* out, float* lse, const X* qkv, int B, int T, int NH) {
     if constexpr (std::is_same_v<X, float>) {
@@ -282,12 +261,10 @@ float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X
     }
     const AttentionScratch sizes = attention_scratch(B, T, NH, HS);
     float* D = (float*)(scratch + sizes.flags);
-    const int64_t rows = (int64_t)B * T * NH;
-    const unsigned grid = (unsigned)ceil_div(rows, 8);
-    launch_kernel(dev, attention_dot_kernel<X, HS>, (unsigned)ceil_div(rows * (HS / Vec<X>::size), 256), 256, 0, D,
-                  dout, out, rows, T, NH);
+    attention_rows<X, HS, 0>(dev, D, nullptr, 0, dout, out, lse, B, T, NH);
     if constexpr (std::is_same_v<X, float>) {
         const float scale = 1.0f / sqrtf((float)HS);
+        const unsigned grid = (unsigned)ceil_div((int64_t)B * T * NH, 8);
         launch_kernel(dev, attention_backward_fp32_kernel<HS, true>, grid, 256, 0, dqkv, dout, qkv, lse, D, B, T, NH,
                       scale);
         launch_kernel(dev, attention_backward_fp32_kernel<HS, false>, grid, 256, 0, dqkv, dout, qkv, lse, D, B, T, NH,

@@ -95,16 +95,6 @@ __device__ __forceinline__ void hopper_backward_queries(HopperBackwardShared<Sha
     if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
 }
 
-// Rounds s, which holds p, to a left operand.
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_round(uint32_t (&p)[Shape::BM / 16][4],
-                                                      const float (&s)[Shape::BM / 8][4]) {
-#pragma unroll
-    for (int n = 0; n < Shape::BM / 8; n++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) p[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][r * 2], s[n][r * 2 + 1]);
-}
-
 // ds = p (dp - D), from the rounded p. The product for dv, in flight, reads p too, so p must stay until dv is done.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_ds(uint32_t (&ds)[Shape::BM / 16][4],
@@ -195,11 +185,11 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
         if (!more) break;
         hopper_backward_exp<Shape>(s, shared.rows[stage][0], tile, a.scale * LOG2_OF_E, part);
         uint32_t p[BM / 16][4], ds[BM / 16][4];
-        hopper_backward_round<Shape>(p, s);
+        pack_left(p, s);  // the rounded p
         if (first) barrier_wait(shared_offset(&shared.v_full), tile.sequence % 2);
         float dp[BM / 8][4];
         hopper_backward_scores<Shape>(dp, memory + Shape::V + part * 64 * PANEL_ROW_BYTES, q_tile + Shape::QUERY_BYTES);
-        hopper_backward_sum<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
+        wgmma_columns(dv, p, q_tile + Shape::QUERY_BYTES, !first);
         wgmma_wait<1>();
         wgmma_hold(dp);
         if (last && shorter == 0) {
@@ -207,7 +197,7 @@ __device__ __forceinline__ void hopper_backward_keys(HopperBackwardShared<Shape>
             barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
         }
         hopper_backward_ds<Shape>(ds, p, dp, shared.rows[stage][1]);
-        hopper_backward_sum<Shape>(dk, ds, q_tile, !first);
+        wgmma_columns(dk, ds, q_tile, !first);
         hopper_backward_share<Shape>(shared, memory, ds, count, part);
         before = tile;
         if (!last) {
@@ -277,51 +267,6 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 #endif
 }
 
-// Writes rows (B*NH, ceil(T/BM), {lse * log2(e), D = dout . out}, BM), infinity and 0 past T, and zeros the flags.
-// A warp has 32 tokens of one head, HS / 8 lanes a token; the warps of a block have neighbouring heads. grid (ceil(B *
-// padded * NH / 256)), block 256; deterministic.
-template <int HS, int BM>
-__global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t flag_count,
-                                             const bf16* dout /*(B,T,NH,HS)*/, const bf16* out /*(B,T,NH,HS)*/,
-                                             const float* lse /*(B,NH,T)*/, int B, int T, int NH) {
-    constexpr int LANES = HS / 8, TOKENS = 32 / LANES;
-    const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (int64_t i = thread; i < flag_count; i += (int64_t)gridDim.x * blockDim.x) flags[i] = 0;
-    const int lane = threadIdx.x % 32, padded = (T + BM - 1) / BM * BM;
-    const int64_t warp = thread / 32;
-    const int head = (int)(warp % NH), first = (int)(warp / NH % (padded / 32)) * 32;
-    const int64_t batch = warp / NH / (padded / 32);
-    if (batch >= B) return;
-    float mine = 0.0f;
-#pragma unroll
-    for (int half = 0; half < 32; half += 16) {
-        float sum[LANES / 2];
-#pragma unroll
-        for (int i = 0; i < LANES / 2; i++) {
-            const int t = first + half + i * TOKENS + lane / LANES;
-            const int64_t from = ((batch * T + t) * NH + head) * HS + lane % LANES * 8;
-            Vec<bf16> a = {}, b = {};
-            if (t < T) a = load_vec(dout + from), b = load_vec(out + from);
-            sum[i] = 0.0f;
-#pragma unroll
-            for (int l = 0; l < 8; l++) sum[i] = fmaf(to_float(a.lane[l]), to_float(b.lane[l]), sum[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < LANES / 2; i++) {
-#pragma unroll
-            for (int offset = LANES / 2; offset > 0; offset /= 2)
-                sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
-            const float token = __shfl_sync(0xffffffffu, sum[i], lane % TOKENS * LANES);
-            if (lane / TOKENS == half / TOKENS + i) mine = token;
-        }
-    }
-    const int t = first + lane;
-    const int64_t bh = batch * NH + head;
-    float* to = rows + (bh * (padded / BM) + t / BM) * 2 * BM + t % BM;
-    to[0] = t < T ? lse[bh * T + t] * LOG2_OF_E : INFINITY;
-    to[BM] = mine;
-}
-
 // Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has attention_scratch's bytes,
 // contents irrelevant. Returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch.
 template <typename Shape>
@@ -344,9 +289,8 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     // Along diagonals as many heads are in flight as a group has.
     a.shift = (int)((group + a.key_tiles / 2) / a.key_tiles);
     a.scale = 1.0f / sqrtf((float)Shape::HS);
-    const int64_t warps = (int64_t)B * a.query_tiles * (Shape::BM / 32) * NH;
-    launch_kernel(dev, attention_hopper_rows_kernel<Shape::HS, Shape::BM>, (unsigned)ceil_div(warps, 8), 256, 0,
-                  (float*)a.rows, (int*)scratch, sizes.flags / 4, dout, out, lse, B, T, NH);
+    attention_rows<bf16, Shape::HS, Shape::BM>(dev, (float*)a.rows, (int*)scratch, sizes.flags / 4, dout, out, lse, B,
+                                               T, NH);
     launch_kernel(dev, attention_hopper_backward_kernel<Shape>, (unsigned)dev->sm_count, Shape::THREADS, Shape::SHARED,
                   tensor_map(qkv, B, T, 3 * C, 64), tensor_map(dout, B, T, C, 64), tensor_map(dqkv, B, T, 3 * C, 16),
                   a);

@@ -88,17 +88,6 @@ __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(barrier));
 }
 
-// Starts to load ROWS rows of HS columns, 64 rows per copy.
-template <int ROWS, int HS>
-__device__ __forceinline__ void hopper_backward_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column,
-                                                     int row, int batch) {
-#pragma unroll
-    for (int panel = 0; panel < HS / 64; panel++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r += 64)
-            tensor_load(to + (panel * ROWS + r) * PANEL_ROW_BYTES, map, barrier, column + panel * 64, row + r, batch);
-}
-
 // Finds {bh, tile of keys} of a ticket, -1 past the last one; false if the ticket has none. Level 0 is the tile of keys
 // that comes first in the order of dq. With a shift, tickets go along diagonals: level l of head h is drawn with level
 // 0 of head h + l shift. So walks that start together have all lengths, and no tile waits for one that has just begun.
@@ -135,7 +124,7 @@ __device__ __forceinline__ int2 hopper_backward_draw(HopperBackwardShared<Shape>
     const int C = a.NH * Shape::HS, column = drawn.x % a.NH * Shape::HS, row = drawn.y * Shape::BN;
     const int batch = drawn.x / a.NH;
     barrier_expect(full, Shape::KEY_BYTES);
-    hopper_backward_load<Shape::BN, Shape::HS>(memory + slot * Shape::KEY_BYTES, qkv, full, C + column, row, batch);
+    tile_load<Shape::BN, Shape::HS, 64>(memory + slot * Shape::KEY_BYTES, qkv, full, C + column, row, batch);
     return drawn;
 }
 
@@ -156,15 +145,14 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
             const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
             barrier_wait(shared_offset(&shared.empty[stage]), parity ^ 1);
             barrier_expect(full, 2 * Shape::QUERY_BYTES + 2 * BM * 4);
-            hopper_backward_load<BM, HS>(q_tile, qkv, full, column, m * BM, batch);
-            hopper_backward_load<BM, HS>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
+            tile_load<BM, HS, 64>(q_tile, qkv, full, column, m * BM, batch);
+            tile_load<BM, HS, 64>(q_tile + Shape::QUERY_BYTES, dout, full, column, m * BM, batch);
             bulk_load(shared_offset(&shared.rows[stage]), a.rows + ((int64_t)drawn.x * a.query_tiles + m) * 2 * BM,
                       2 * BM * 4, full);
             if (m == a.query_tiles - 1) {
                 barrier_wait(shared_offset(&shared.v_empty), n % 2 ^ 1);
                 barrier_expect(v_full, Shape::KEY_BYTES);
-                hopper_backward_load<BN, HS>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.y * BN,
-                                             batch);
+                tile_load<BN, HS, 64>(memory + Shape::V, qkv, v_full, 2 * a.NH * HS + column, drawn.y * BN, batch);
             }
             if (++stage == 2) stage = 0, parity ^= 1;
         }
@@ -196,12 +184,6 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
     }
 }
 
-// Bytes from the first step (16 columns) of a tile of ROWS rows to step k.
-template <int ROWS>
-__device__ __forceinline__ constexpr int k_major_step(int k) {
-    return k / 4 * ROWS * PANEL_ROW_BYTES + k % 4 * 32;
-}
-
 // Starts c (64 keys x BM queries) = rows (this group's 64 of k or v) columns^T (q or dout), as a group of its own.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8][4], uint32_t rows, uint32_t columns) {
@@ -212,18 +194,6 @@ __device__ __forceinline__ void hopper_backward_scores(float (&c)[Shape::BM / 8]
     for (int k = 0; k < Shape::HS / 16; k++)
         Wgmma<Shape::BM>::template shared<0, 0>(c, operand_step(left, k_major_step<Shape::BN>(k)),
                                                 operand_step(right, k_major_step<Shape::BM>(k)), k > 0);
-    wgmma_commit();
-}
-
-// Starts c (64 keys x HS), which is dk or dv, = or += a (64 x BM, in registers) tile (BM x HS).
-template <typename Shape>
-__device__ __forceinline__ void hopper_backward_sum(float (&c)[Shape::HS / 8][4],
-                                                    const uint32_t (&a)[Shape::BM / 16][4], uint32_t tile, bool add) {
-    wgmma_fence();
-    const uint64_t right = uniform_operand(operand_mn_major<Shape::BM>(tile, 0));
-#pragma unroll
-    for (int k = 0; k < Shape::BM / 16; k++)
-        Wgmma<Shape::HS>::template registers<1>(c, a[k], operand_step(right, k * 16 * PANEL_ROW_BYTES), add || k > 0);
     wgmma_commit();
 }
 

@@ -97,9 +97,7 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         const uint32_t barrier = shared_offset(&full[place.slot()]),
                        to = memory + base + place.slot() * Shape::KV_BYTES;
         barrier_expect(barrier, Shape::KV_BYTES);
-#pragma unroll
-        for (int panel = 0; panel < HS / 64; panel++)
-            tensor_load(to + panel * BN * PANEL_ROW_BYTES, kv_map, barrier, column + panel * 64, row, batch);
+        tile_load<BN, HS, BN>(to, kv_map, barrier, column, row, batch);
         place.step();
     };
     int index = blockIdx.x, drawn = 0;
@@ -118,10 +116,9 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         const int column = piece.head * HS;
         barrier_expect(full, CONSUMERS * Shape::Q_BYTES);
 #pragma unroll
-        for (int i = 0; i < CONSUMERS * HS / 64; i++)
-            tensor_load(memory + n % 2 * CONSUMERS * Shape::Q_BYTES + i * 64 * PANEL_ROW_BYTES, q_map, full,
-                        column + i % (HS / 64) * 64, (piece.last_block + 1 - CONSUMERS + i / (HS / 64)) * 64,
-                        piece.batch);
+        for (int i = 0; i < CONSUMERS; i++)
+            tile_load<64, HS, 64>(memory + (n % 2 * CONSUMERS + i) * Shape::Q_BYTES, q_map, full, column,
+                                  (piece.last_block + 1 - CONSUMERS + i) * 64, piece.batch);
         const int tiles = piece.last_block * 64 / BN + 1;
         for (int j = tiles - 1; j >= 0; j--) {
             load(shared.k_full, shared.k_empty, k, Shape::K, C + column, j * BN, piece.batch);
@@ -179,45 +176,28 @@ __device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&to
     for (int r = 0; r < 2; r++) total[r] = partial[r][0] + partial[r][1];
 }
 
-// Hides the keys after each query: `diagonal` is the first query's column in the tile.
-template <int N>
-__device__ __forceinline__ void hopper_mask(float (&s)[N][4], int diagonal) {
-    const int lane = threadIdx.x % 32, row = diagonal + threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < N * 4; i++)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 > row + i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
-}
-
-template <int N>
-__device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float (&s)[N][4]) {
-#pragma unroll
-    for (int k = 0; k < N / 2; k++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) p[k][i] = pack_bf16(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
-}
-
 // The first tile of a piece, which the diagonal crosses.
 template <typename Shape>
 __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
                                              HopperRows& rows, float scale_log2, int diagonal) {
+    const int row = threadIdx.x % 128 / 32 * 16;  // the warp's first of the warpgroup's queries
     float factor[2];
     rows.reference[0] = rows.reference[1] = -INFINITY;
     float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]);
     float(&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
-    uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
     if (diagonal <= 0) {
-        hopper_mask(near, 0);
+        mask_keys(near, 0, row);
         hopper_raise(near, rows, factor, scale_log2);
         hopper_exponentials(near, rows.sum, rows, scale_log2);
-        hopper_pack(p_near, near);
+        pack_left(p, near);
 #pragma unroll
         for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
         return;
     }
-    hopper_mask(far, 0);
+    mask_keys(far, 0, row);
     hopper_raise(s, rows, factor, scale_log2);
     hopper_exponentials(s, rows.sum, rows, scale_log2);
-    hopper_pack(p, s);
+    pack_left(p, s);
 }
 
 // A warp computes its 16 rows of S again, by mma.sync from the same shared memory.
@@ -240,7 +220,7 @@ __device__ __forceinline__ void hopper_scores_again(float (&s)[Shape::BN / 8][4]
     }
 }
 
-// s = q k^T and o += p v, each issued as one group of products, to be waited for.
+// Starts s = q k^T, as a group of its own.
 template <typename Shape>
 __device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
     const uint64_t left = uniform_operand(operand_k_major<64>(q, 0));
@@ -248,20 +228,8 @@ __device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::HS / 16; step++)
-        Wgmma<Shape::BN>::template shared<0, 0>(
-            s, operand_step(left, step / 4 * 64 * PANEL_ROW_BYTES + step % 4 * 32),
-            operand_step(right, step / 4 * Shape::BN * PANEL_ROW_BYTES + step % 4 * 32), step > 0);
-    wgmma_commit();
-}
-
-template <typename Shape>
-__device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], const uint32_t (&p)[Shape::BN / 16][4],
-                                              uint32_t v) {
-    const uint64_t right = uniform_operand(operand_mn_major<Shape::BN>(v, 0));
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Shape::BN / 16; step++)
-        Wgmma<Shape::HS>::template registers<1>(o, p[step], operand_step(right, step * 16 * PANEL_ROW_BYTES), 1);
+        Wgmma<Shape::BN>::template shared<0, 0>(s, operand_step(left, k_major_step<64>(step)),
+                                                operand_step(right, k_major_step<Shape::BN>(step)), step > 0);
     wgmma_commit();
 }
 
@@ -401,7 +369,7 @@ __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)
     c.keys_ready();
     c.turn();
     hopper_scores<Shape>(s, c.queries(), c.keys());
-    hopper_values<Shape>(o, p, c.values());
+    wgmma_columns(o, p, c.values(), true);
     c.turn_done();
     wgmma_wait<1>();
     wgmma_hold(s);
@@ -420,7 +388,7 @@ __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)
         rows.sum[0] = sum[0], rows.sum[1] = sum[1];
     }
     c.keys_done();
-    hopper_pack(p, s);
+    pack_left(p, s);
 }
 
 template <typename Shape>
@@ -457,7 +425,7 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
         if (walk.first < 0) break;
         hopper_skip_keys(c, walk.skipped);
         c.turn();
-        hopper_values<Shape>(o, p, c.values());
+        wgmma_columns(o, p, c.values(), true);
         hopper_scores<Shape>(s, c.queries(), c.keys());
         c.turn_done();
         wgmma_wait<1>();
@@ -465,7 +433,7 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
         c.values_done();
         hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);
     }
-    hopper_values<Shape>(o, p, c.values());
+    wgmma_columns(o, p, c.values(), true);
     wgmma_wait<0>();
     wgmma_hold(o);
     hopper_store<Shape>(o, rows, memory, out_map, a, shared.piece[(c.n - 1) % 4], warpgroup);

@@ -33,7 +33,7 @@ __device__ inline uint32_t tile_offset(int row, int chunk) {
 
 // Starts the copy of rows first_row .. first_row + ROWS - 1, zeros from row `rows` on.
 template <int ROWS, int COLS, int THREADS>
-__device__ inline void tile_load(uint32_t tile, const bf16* source /*(rows,COLS)*/, int64_t stride, int first_row,
+__device__ inline void tile_copy(uint32_t tile, const bf16* source /*(rows,COLS)*/, int64_t stride, int first_row,
                                  int rows) {
     constexpr int CHUNKS = COLS / 8, STEP = THREADS / CHUNKS;
     static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0);
@@ -110,18 +110,6 @@ __device__ inline void multiply_columns(float (&c)[COLS / 8][4], const uint32_t 
         }
 }
 
-// A product's result (16 x N) as the left operand of the next one.
-template <int N>
-__device__ inline void pack_left(uint32_t (*a)[4] /*(N/16)*/, const float (&c)[N / 8][4]) {
-#pragma unroll
-    for (int k = 0; k < N / 16; k++) {
-        a[k][0] = pack_bf16(c[2 * k][0], c[2 * k][1]);
-        a[k][1] = pack_bf16(c[2 * k][2], c[2 * k][3]);
-        a[k][2] = pack_bf16(c[2 * k + 1][0], c[2 * k + 1][1]);
-        a[k][3] = pack_bf16(c[2 * k + 1][2], c[2 * k + 1][3]);
-    }
-}
-
 // Writes a warp's 16 rows to memory in bf16, times a factor for row g and one for row g + 8. Columns go, 64 at a time,
 // through 2 KiB of the warp's own shared memory, so that whole 16-byte chunks are stored.
 template <int COLS>
@@ -174,15 +162,6 @@ __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4],
     }
 }
 
-// Masks the keys after each query in a 16 x N tile of scores.
-template <int N>
-__device__ inline void forward_mask(float (&s)[N / 8][4], int key, int query) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-        if (key + i / 4 * 8 + t * 2 + i % 2 > query + g + i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
-}
-
 template <int HS_>
 struct ForwardShape {
     static constexpr int HS = HS_, BM = 128, BN = 64, WARPS = 4, MT = BM / 16 / WARPS, THREADS = WARPS * 32;
@@ -209,9 +188,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     const int tiles = (min(tile * BM + BM, T) + BN - 1) / BN;
     const float scale_log2 = scale * LOG2_OF_E;
 
-    tile_load<BM, HS, THREADS>(q_tile, q, stride, tile * BM, T);
-    tile_load<BN, HS, THREADS>(kv_tiles, q + C, stride, 0, T);
-    tile_load<BN, HS, THREADS>(kv_tiles + Shape::KV_BYTES, q + 2 * C, stride, 0, T);
+    tile_copy<BM, HS, THREADS>(q_tile, q, stride, tile * BM, T);
+    tile_copy<BN, HS, THREADS>(kv_tiles, q + C, stride, 0, T);
+    tile_copy<BN, HS, THREADS>(kv_tiles + Shape::KV_BYTES, q + 2 * C, stride, 0, T);
     copy_async_commit();
     LeftOperand<MT, HS, Shape::Q_IN_REGISTERS> left;
     float o[MT][HS / 8][4] = {}, largest[MT][2], sum[MT][2] = {};
@@ -223,8 +202,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
         if (j == 0) left_open(left, q_tile + warp * 16 * MT * HS * 2);
         if (j + 1 < tiles) {
             const uint32_t next = kv_tiles + ((j + 1) % 2) * 2 * Shape::KV_BYTES;
-            tile_load<BN, HS, THREADS>(next, q + C, stride, (j + 1) * BN, T);
-            tile_load<BN, HS, THREADS>(next + Shape::KV_BYTES, q + 2 * C, stride, (j + 1) * BN, T);
+            tile_copy<BN, HS, THREADS>(next, q + C, stride, (j + 1) * BN, T);
+            tile_copy<BN, HS, THREADS>(next + Shape::KV_BYTES, q + 2 * C, stride, (j + 1) * BN, T);
             copy_async_commit();
         }
         if (j * BN > row0 + 16 * MT - 1) continue;  // every key lies after this warp's queries
@@ -232,13 +211,13 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
         multiply_rows<MT, BN, HS, Shape::Q_IN_REGISTERS>(s, left, k_tile);
         if (j * BN + BN - 1 > row0) {
 #pragma unroll
-            for (int m = 0; m < MT; m++) forward_mask<BN>(s[m], j * BN, row0 + m * 16);
+            for (int m = 0; m < MT; m++) mask_keys(s[m], j * BN, row0 + m * 16);
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
             uint32_t p[BN / 16][4];
             softmax_step<BN, HS>(s[m], o[m], largest[m], sum[m], scale_log2);
-            pack_left<BN>(p, s[m]);
+            pack_left(p, s[m]);
             multiply_columns<BN, HS>(o[m], p, v_tile);  // reads v MT times, so that products overlap with softmaxes
         }
     }
@@ -295,8 +274,8 @@ __device__ inline void backward_load(uint32_t shared, const BackwardWork& work, 
     constexpr int BM = Shape::BM;
     const int stage = m % 3;
     const uint32_t q = shared + Shape::STAGES + stage * 2 * Shape::QUERY_BYTES;
-    tile_load<BM, Shape::HS, Shape::THREADS>(q, work.q, 3 * work.C, m * BM, work.T);
-    tile_load<BM, Shape::HS, Shape::THREADS>(q + Shape::QUERY_BYTES, work.dout, work.C, m * BM, work.T);
+    tile_copy<BM, Shape::HS, Shape::THREADS>(q, work.q, 3 * work.C, m * BM, work.T);
+    tile_copy<BM, Shape::HS, Shape::THREADS>(q + Shape::QUERY_BYTES, work.dout, work.C, m * BM, work.T);
     if (threadIdx.x < 2 * BM) {
         const int row = m * BM + threadIdx.x % BM;
         const float* from = threadIdx.x < BM ? work.lse : work.D;
@@ -407,8 +386,8 @@ __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)
     const uint32_t shared = (uint32_t)__cvta_generic_to_shared(base);
     const int warp = threadIdx.x / 32, key0 = work.key_tile * BN, key = key0 + warp * 16;
     const int tiles = (work.T + BM - 1) / BM, tile0 = key0 / BM;
-    tile_load<BN, HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
-    tile_load<BN, HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
+    tile_copy<BN, HS, Shape::THREADS>(shared, work.q + work.C, 3 * work.C, key0, work.T);
+    tile_copy<BN, HS, Shape::THREADS>(shared + Shape::V, work.q + 2 * work.C, 3 * work.C, key0, work.T);
     backward_load<Shape>(shared, work, tile0);
     copy_async_commit();
     if (tile0 + 1 < tiles) backward_load<Shape>(shared, work, tile0 + 1);
@@ -439,8 +418,8 @@ __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)
                 multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(s, k, q_tile + i * HS * 2);
                 multiply_rows<1, 32, HS, Shape::IN_REGISTERS>(dp, v, dout_tile + i * HS * 2);
                 backward_softmax(s[0], dp[0], rows + i, rows + BM + i, key, m * BM + i, work.scale * LOG2_OF_E);
-                pack_left<32>(p + i / 16, s[0]);
-                pack_left<32>(ds + i / 16, dp[0]);
+                pack_left(p + i / 16, s[0]);
+                pack_left(ds + i / 16, dp[0]);
             }
             backward_store_ds<Shape>(ds_tile, ds);
             multiply_columns<BM, HS>(dv, p, dout_tile);

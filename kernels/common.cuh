@@ -316,16 +316,21 @@ float stream_ms(cudaStream_t stream, const Run& run) {
     return ms;
 }
 
-// Copies between host and device, ordered on the stream and complete on return. "Device memory" may be pinned host
-// memory, where an optimizer's states are (optim/model/offload.cu), so the addresses decide the direction.
-inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
+// Queues a copy on a stream of the device; on the CPU it copies at once. "Device memory" may be pinned host memory,
+// where an optimizer's states are (optim/model/offload.cu), so the addresses decide the direction.
+inline void copy_on(const Device* dev, cudaStream_t stream, void* to, const void* from, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
-        check(cudaMemcpyAsync(device, host, (size_t)bytes, cudaMemcpyDefault, dev->stream));
-        device_sync(dev);
+        check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, stream));
     } else {
-        memcpy(device, host, (size_t)bytes);
+        memcpy(to, from, (size_t)bytes);
     }
+}
+
+// Copies between host and device, ordered on the stream and complete on return.
+inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
+    copy_on(dev, dev->stream, device, host, bytes);
+    if (bytes > 0) device_sync(dev);
 }
 
 inline void copy_to_host(const Device* dev, void* host, const void* device, int64_t bytes) {
@@ -422,11 +427,17 @@ void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, i
 
 // Launches a kernel with so many bytes of dynamic shared memory, and shows launch errors (bad grid, no kernel image).
 template <typename... Parameters, typename... Arguments>
-void launch_kernel(const Device* dev, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
-                   const Arguments&... arguments) {
+void launch_on(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
+               const Arguments&... arguments) {
     if (shared > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    kernel<<<grid, block, shared, dev->stream>>>(arguments...);
+    kernel<<<grid, block, shared, stream>>>(arguments...);
     check_launch();
+}
+
+template <typename Kernel, typename... Arguments>
+void launch_kernel(const Device* dev, Kernel* kernel, dim3 grid, dim3 block, int shared,
+                   const Arguments&... arguments) {
+    launch_on(dev->stream, kernel, grid, block, shared, arguments...);
 }
 
 // The next kernel may start, if it was launched by launch_early.
@@ -511,6 +522,16 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
 // Such a pair as floats: a shift and a mask.
 __device__ inline float2 pair_floats(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// The same in fp16.
+__device__ inline uint32_t pack_half(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ inline float2 half_floats(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
 // to_float of a vector. It unpacks whole words: if lanes are taken one by one, nvcc first moves most of them to

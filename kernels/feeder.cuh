@@ -60,12 +60,8 @@ inline int feeder_next(Feeder* feeder, const Input* input) {
     const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
     int* to[] = {input->tokens, input->targets, input->order, input->bucket};
     for (int i = 0; i < 4; i++) {
-        size_t bytes = (i < 3 ? input->N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
-        if (dev->gpu) {
-            check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
-        } else {
-            memcpy(to[i], from[i], bytes);
-        }
+        const int64_t count = i < 3 ? input->N : 2 * ((int64_t)batch->buckets + 1);
+        copy_on(dev, dev->stream, to[i], from[i], count * (int64_t)sizeof(int));
     }
     if (dev->gpu) check(cudaEventRecord(event, dev->stream));
     return batch->buckets;

@@ -1,6 +1,6 @@
 // How kernels write the tensors that they make as fp8 codes, so that no separate pass rounds them: where the codes go,
 // conversion of eight values, of a product's accumulators to rows of codes, and the update of the tensor's counters.
-// fp8.cuh explains codes and scales.
+// fp8.cuh explains codes, and fp8_scales.cuh scales.
 //
 // A kernel rounds a value to bf16 before it makes the code. So the codes equal, to the bit, those that a cast of the
 // tensor in bf16 would give. Only the gradient of the logits is rounded at random instead, see fp8_codes_random.

@@ -45,7 +45,14 @@ inline bool gemm_fits(const Device* dev, int64_t rows, int columns, int shared_b
 
 struct GemmTile {
     int row, column;  // of its first element
+    static constexpr int matrix = 0;
+    __device__ int columns() const { return GEMM_COLUMNS; }
 };
+
+template <typename Shape>
+__device__ __forceinline__ int gemm_steps(const Shape& shape) {
+    return (shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH;
+}
 
 // Blocks stay, and walk over the tiles in groups of 16 rows of tiles, column by column, so that what runs at one time
 // shares its operands in the L2 cache.
@@ -92,18 +99,19 @@ __device__ __forceinline__ void gemm_load_step(uint32_t stage, uint32_t full, co
                     B_MN ? k * GEMM_DEPTH : column + i, matrix);
 }
 
-// One thread loads the operands of all tiles of this block, stage after stage.
-template <int A_MN, int B_MN, int STAGES>
+// One thread loads the operands of all tiles of this block, stage after stage. A user with tiles of its own has an
+// overload of gemm_tile for its shape.
+template <int A_MN, int B_MN, int B_BOX, int STAGES, typename Shape>
 __device__ __forceinline__ void gemm_produce(const GemmStages<STAGES>& stages, const CUtensorMap* map_a,
-                                             const CUtensorMap* map_b, GemmShape shape) {
+                                             const CUtensorMap* map_b, const Shape& shape) {
     Ring<STAGES> ring = {0, 1};  // the stages begin empty
-    const int steps = (shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH;
+    const int steps = gemm_steps(shape);
     for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
-        const GemmTile tile = gemm_tile(index, shape);
+        const auto tile = gemm_tile(index, shape);
         for (int k = 0; k < steps; k++, ring.advance()) {
             barrier_wait(stages.empty(ring.stage), ring.parity);
-            gemm_load_step<A_MN, B_MN, GEMM_COLUMNS>(stages.at(ring.stage), stages.full(ring.stage), map_a, map_b,
-                                                     tile.row, tile.column, 0, k, GEMM_COLUMNS);
+            gemm_load_step<A_MN, B_MN, B_BOX>(stages.at(ring.stage), stages.full(ring.stage), map_a, map_b, tile.row,
+                                              tile.column, tile.matrix, k, tile.columns());
         }
     }
 }

@@ -120,6 +120,17 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map,
         : "memory");
 }
 
+// Loads a tile (ROWS x COLS, see above) in boxes of BOX rows.
+template <int ROWS, int COLS, int BOX>
+__device__ __forceinline__ void tile_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
+                                          int batch) {
+#pragma unroll
+    for (int panel = 0; panel < COLS / 64; panel++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r += BOX)
+            tensor_load(to + (panel * ROWS + r) * PANEL_ROW_BYTES, map, barrier, column + panel * 64, row + r, batch);
+}
+
 // No coordinate may be negative (CUDA C++ Programming Guide, Tensor Memory Access), as one of a load may.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t from, int column, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map),
@@ -291,3 +302,20 @@ WGMMA(bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+// Bytes from the first step (16 columns) of a tile of ROWS rows to step k.
+template <int ROWS>
+__device__ __forceinline__ constexpr int k_major_step(int k) {
+    return k / 4 * ROWS * PANEL_ROW_BYTES + k % 4 * 32;
+}
+
+// Starts c (64 x 8 N) = or += a b, as a group of its own: a (64 x 16 K) is in registers, b a tile of 16 K rows.
+template <int N, int K>
+__device__ __forceinline__ void wgmma_columns(float (&c)[N][4], const uint32_t (&a)[K][4], uint32_t b, bool add) {
+    const uint64_t right = uniform_operand(operand_mn_major<16 * K>(b, 0));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        Wgmma<8 * N>::template registers<1>(c, a[k], operand_step(right, k * 16 * PANEL_ROW_BYTES), add || k > 0);
+    wgmma_commit();
+}

@@ -87,11 +87,7 @@ inline bool ring_fetch(LayerRing* r, int64_t item, bool wide = false) {
 enum RingWay { RING_IN, RING_OUT };
 
 inline void ring_copy(const LayerRing* r, RingWay way, void* to, const void* from, int64_t bytes) {
-    if (!r->streams) {
-        memcpy(to, from, (size_t)bytes);
-        return;
-    }
-    check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, way == RING_IN ? r->in : r->out));
+    copy_on(r->dev, way == RING_IN ? r->in : r->out, to, from, bytes);
 }
 
 inline void ring_filled(const LayerRing* r, int64_t item) {

@@ -9,37 +9,16 @@
 #include "matmul_gelu_fp8.cuh"
 #endif
 
-// Which codes of an operand are there before a product asks for them; it casts or transposes to make the others.
-enum Fp8Made { FP8_NOTHING, FP8_BY_ROWS, FP8_BOTH };
-
-// What a product reads: a matrix (N, C), as values or as codes of op(values).
-template <typename X>
-struct Operand {
-    X* values = nullptr;
-    uint8_t *rows = nullptr, *columns = nullptr;  // (N, C), (C, N) codes
-    Fp8* fp8 = nullptr;                           // their scales; NULL: products read the values
-    int slot = 0;                                 // the number of their scale
-    Fp8Type type = FP8_E4M3;
-    Fp8Op op = FP8_COPY;
-    Fp8Made made = FP8_NOTHING;
-};
-
 // A layer has three slots among the scales: for its input, its weights and its output's gradient, in this order.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
-
-// Returns where the kernel that makes an operand writes its codes, if it does.
-template <typename X>
-Fp8Codes operand_codes(const Operand<X>* o) {
-    if (o->made == FP8_NOTHING) return {};
-    const Fp8* f = o->fp8;
-    return {o->rows, f->scale + o->slot, f->amax + o->slot, f->amax + f->slots, o->type};
-}
 
 // Makes the codes of (N, C) values.
 template <typename X>
 void operand_cast(const Device* dev, const Operand<X>* o, bool rows, bool columns, int64_t N, int C) {
-    const Fp8Operand to = {rows ? o->rows : nullptr, columns ? o->columns : nullptr, o->slot, o->type};
-    fp8_cast<X>(dev, o->fp8, &to, o->op, o->values, (const X*)nullptr, (float*)nullptr, nullptr, N, C, false);
+    Operand<X> wanted = *o;
+    if (!rows) wanted.rows = nullptr;
+    if (!columns) wanted.columns = nullptr;
+    fp8_cast(dev, &wanted, N, C);
 }
 
 // Makes those that are not there.
@@ -47,19 +26,6 @@ template <typename X>
 void operand_need(const Device* dev, const Operand<X>* o, bool rows, bool columns, int64_t N, int C) {
     if (o->made == FP8_NOTHING) operand_cast(dev, o, rows, columns, N, C);
     if (o->made == FP8_BY_ROWS && columns) fp8_by_columns(dev, o->columns, o->rows, N, C);
-}
-
-template <typename X>
-Fp8Factor operand_rows(const Operand<X>* o) {
-    return {o->rows, o->slot, o->type};
-}
-template <typename X>
-Fp8Factor operand_columns(const Operand<X>* o) {
-    return {o->columns, o->slot, o->type};
-}
-template <typename X>
-const float* operand_scale_inv(const Operand<X>* o) {
-    return o->fp8->scale_inv + 4 * o->slot;
 }
 
 // A linear layer: what its products read, and where its gradients go.
@@ -111,15 +77,12 @@ void linear_forward(const Device* dev, X* out, const Linear<X, G>* l, int64_t N,
     operand_need(dev, weight, true, false, l->OC, l->C);
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
-        if (gelu && gelu->made == FP8_BOTH) {
-            MatmulGeluFp8 work = {};
-            work.codes = operand_codes(gelu), work.transposed = gelu->columns;
-            work.inverse_left = operand_scale_inv(inp), work.inverse_right = operand_scale_inv(weight);
-            return matmul_gelu_fp8_forward(dev, work, out, inp->rows, weight->rows, l->bias, N, l->C, l->OC);
-        }
+        if (gelu && gelu->made == FP8_BOTH)
+            return matmul_gelu_fp8_forward(dev, gelu, out, operand_rows(inp), operand_rows(weight), l->bias, N, l->C,
+                                           l->OC);
     }
 #endif
-    fp8_product<X>(dev, inp->fp8, out, operand_rows(inp), operand_rows(weight), l->bias, N, l->OC, l->C, true, false);
+    fp8_product<X>(dev, out, operand_rows(inp), operand_rows(weight), l->bias, N, l->OC, l->C, true, false);
 }
 
 // dinp: (N, C) = dout weight, dweight (+)= dout^T inp. With fp8, dinp may be NULL: only dweight and all codes are made.
@@ -133,11 +96,8 @@ void linear_backward(const Device* dev, X* dinp, const Linear<X, G>* l, int64_t 
     }
     operand_need(dev, dout, true, true, N, OC);
     operand_need(dev, weight, false, true, OC, C);
-    if (dinp)
-        fp8_product<X>(dev, dout->fp8, dinp, operand_rows(dout), operand_columns(weight), (const X*)nullptr, N, C, OC,
-                       false, false);
-    fp8_product<G>(dev, dout->fp8, l->dweight, operand_columns(dout), operand_columns(inp), (const G*)nullptr, OC, C, N,
-                   false, accumulate);
+    if (dinp) fp8_product<X>(dev, dinp, operand_rows(dout), operand_columns(weight), nullptr, N, C, OC, false, false);
+    fp8_product<G>(dev, l->dweight, operand_columns(dout), operand_columns(inp), nullptr, OC, C, N, false, accumulate);
 }
 
 // Makes gelu: (N, C), or its codes by columns, again.
@@ -164,18 +124,13 @@ void linear_backward_gelu(const Device* dev, Linear<X, G>* before, const Linear<
     const bool fused = dpre->made == FP8_BOTH;
     linear_backward(dev, fused ? nullptr : dpre->values, l, N, accumulate);
     if (!fused) {
-        const Fp8Operand to = {dpre->rows, dpre->columns, dpre->slot, dpre->type};
-        fp8_cast<X, G>(dev, dpre->fp8, &to, FP8_GELU_BACKWARD, dpre->values, pre_gelu, before->dbias, scratch, N, C,
-                       accumulate);
+        fp8_cast(dev, dpre, N, C, pre_gelu, before->dbias, scratch, accumulate);
         dpre->made = FP8_BOTH;
         return;
     }
 #ifdef __CUDACC__
-    MatmulGeluFp8 work = {};
-    work.codes = operand_codes(dpre), work.transposed = dpre->columns;
-    work.inverse_left = operand_scale_inv(dout), work.inverse_right = operand_scale_inv(weight);
     if constexpr (std::is_same_v<X, bf16>)
-        matmul_gelu_fp8_backward(dev, work, before->dbias, scratch, dout->rows, weight->columns, pre_gelu, N, C, OC,
-                                 accumulate);
+        matmul_gelu_fp8_backward(dev, dpre, before->dbias, scratch, operand_rows(dout), operand_columns(weight),
+                                 pre_gelu, N, C, OC, accumulate);
 #endif
 }

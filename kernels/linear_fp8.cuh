@@ -20,9 +20,9 @@
 // The memory that layers share for codes, and which kernels write codes. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
-    bool producers_quantize;    // layernorm and the classifier
-    bool attention_quantizes;   // attention's backward pass
-    bool gelu_quantizes;        // the products next to GELU
+    Fp8Made producers;          // the codes that layernorm and the classifier write,
+    Fp8Made attention;          // that attention's backward pass does,
+    Fp8Made gelu;               // and that the products next to GELU do
     uint8_t* rows;              // (N, 4C) a layer's input
     uint8_t* weight;            // (4C, C) or (C, 4C) a layer's weights, unless these are read where they are stored
     uint8_t *drows, *dcolumns;  // (N, 4C), (4C, N) an output's gradient
@@ -43,34 +43,34 @@ inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int
     use->dhead_columns = layout_take<uint8_t>(layout, logit_rows * Vp);
 }
 
-// Takes room for the codes of a layer's input and weights, and sets the scales and which kernels of this step write
-// codes. attention: its backward pass can.
-inline void linear_use_begin(Layout* layout, Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N,
-                             int C) {
+// Takes room for the codes of a layer's input and weights.
+inline void linear_use_layer(Layout* layout, Fp8Use* use, int64_t N, int C) {
     use->rows = layout_take<uint8_t>(layout, N * 4 * C), use->weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
-    if (!layout->base) return;  // only sizes are asked for, and the device may be imagined
+}
+
+// Sets the scales, and which kernels of this step write codes. attention: its backward pass can.
+inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N, int C) {
     use->scales = scales;
-    use->producers_quantize = dev->gpu && !scales->use_current_scaling;
-    use->attention_quantizes = use->producers_quantize && attention;
+    if (!dev->gpu || scales->use_current_scaling) return;
+    use->producers = FP8_BY_ROWS;
+    if (attention) use->attention = FP8_BY_ROWS;
 #ifdef __CUDACC__
-    use->gelu_quantizes = use->producers_quantize && matmul_gelu_fp8_fits(dev, N, 4 * C, C);
+    if (matmul_gelu_fp8_fits(dev, N, 4 * C, C)) use->gelu = FP8_BOTH;
 #endif
 }
 
 // Sets what the products of a layer read, whose first slot this is: its input, of which the memory is set; its weights,
-// or the codes that they are stored as (NULL: they are not); and the gradient of its output. made, dmade: kernels make
-// the codes of the input and of that gradient by rows.
+// or the codes that they are stored as (NULL: they are not); and the gradient of its output. made, dmade: the codes of
+// the input and of that gradient that kernels make.
 template <typename X, typename G>
-void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, bool made,
-                bool dmade) {
+void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, Fp8Made made,
+                Fp8Made dmade) {
     Fp8* f = use->scales;
-    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot};
+    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot, FP8_E4M3, FP8_COPY, made};
     l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, f, slot + FP8_WEIGHT};
-    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT};
-    if (made) l->inp.made = FP8_BY_ROWS;
     if (codes) l->weight.made = FP8_BY_ROWS;
-    if (dmade) l->dout.made = FP8_BY_ROWS;
-    if (f) l->dout.type = f->gradients;
+    const Fp8Type type = f ? f->gradients : FP8_E4M3;
+    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT, type, FP8_COPY, dmade};
 }
 
 // Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
@@ -79,10 +79,10 @@ template <typename X, typename G>
 void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X* pre_gelu) {
     if (!use->scales) return;
     Operand<X>*gelu = &after->inp, *dpre = &before->dout;
-    gelu->values = pre_gelu, gelu->op = FP8_GELU;
-    if (!use->gelu_quantizes) return;
-    gelu->rows = use->dcolumns, gelu->made = FP8_BOTH;
-    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = FP8_BOTH;
+    gelu->values = pre_gelu, gelu->op = FP8_GELU, dpre->op = FP8_GELU_BACKWARD;
+    if (use->gelu == FP8_NOTHING) return;
+    gelu->rows = use->dcolumns, gelu->made = use->gelu;
+    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = use->gelu;
 }
 
 // Returns the head, whose rows are taken in pieces. It makes the weights' codes, and sets the scale of the logits'
@@ -92,7 +92,7 @@ Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slo
                                    float* dweight, float dloss, int C, int Vp) {
     const Fp8Use none = {}, *own = use->head[0] ? use : &none;
     Linear<X, float> head = {C, Vp, {inp, nullptr, own->head_columns}, {}, {}, nullptr, dweight, nullptr};
-    linear_set(own, &head, slot, weight, nullptr, logits, false, own->producers_quantize);
+    linear_set(own, &head, slot, weight, nullptr, logits, FP8_NOTHING, own->producers);
     if (own == &none) return head;
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
     head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;

@@ -63,10 +63,7 @@ __device__ __forceinline__ void mg_slopes(uint32_t (&y)[4], const uint32_t (&wor
         s[i] = fmaf(x[i] * fmaf(-s[i], s[i], s[i]), rise, s[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        __half2 pair = __floats2half2_rn(s[2 * i], s[2 * i + 1]);
-        y[i] = *reinterpret_cast<uint32_t*>(&pair);
-    }
+    for (int i = 0; i < 4; i++) y[i] = pack_half(s[2 * i], s[2 * i + 1]);
 }
 
 // The state of a thread in a warpgroup that multiplies.
@@ -227,8 +224,7 @@ __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
     for (int n = 0; n < GEMM_COLUMNS / 8; n++) {
         const float* c = w.gemm.c[n];
         if (BACKWARD) {
-            float2 upper = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][0]));
-            float2 lower = __half22float2(*reinterpret_cast<__half2*>(&w.held[n][1]));
+            float2 upper = half_floats(w.held[n][0]), lower = half_floats(w.held[n][1]);
             w.held[n][0] = pack_bf16(c[0] * upper.x, c[1] * upper.y);
             w.held[n][1] = pack_bf16(c[2] * lower.x, c[3] * lower.y);
         } else {
@@ -242,7 +238,7 @@ __device__ __forceinline__ void mg_finish(MatmulGeluWork& w) {
 // A warpgroup: its 64 rows of all tiles of this block.
 template <bool BACKWARD>
 __device__ __forceinline__ void mg_consume(MatmulGeluWork& w) {
-    const int steps = (w.shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH;
+    const int steps = gemm_steps(w.shape);
     w.tile = gemm_tile(blockIdx.x, w.shape);
     if (BACKWARD && w.gemm.lane == 0) mg_load_pre(w, w.tile, 0);
     for (w.index = blockIdx.x; w.index < w.shape.tiles; w.index += gridDim.x, w.parity ^= 1) {
@@ -274,7 +270,7 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_shrink<24>();
-        if (threadIdx.x == 0) gemm_produce<0, BACKWARD>(stages, &maps.a, &maps.b, shape);
+        if (threadIdx.x == 0) gemm_produce<0, BACKWARD, GEMM_COLUMNS>(stages, &maps.a, &maps.b, shape);
         return;
     }
     registers_grow<240>();

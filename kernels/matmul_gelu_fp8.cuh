@@ -36,8 +36,7 @@ struct MatmulGeluFp8Maps {
     CUtensorMap a, b, pre;
 };
 
-// The arguments that both sides work with. The caller sets the second half: the codes of the result, and the scales of
-// the operands.
+// The arguments that both sides work with.
 struct MatmulGeluFp8 {
     GemmShape shape;                            // its depth is in codes
     const bf16* bias;                           // (columns), forward
@@ -324,14 +323,15 @@ inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, i
            rows % GEMM_ROWS == 0 && columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
 }
 
-// pre: (N, OC) bf16, and the codes (e4m3) of gelu(pre), from codes inp: (N, C) and weight: (OC, C), e4m3; bias: (OC)
-// bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
-inline void matmul_gelu_fp8_forward(const Device* dev, MatmulGeluFp8 work, bf16* pre, const uint8_t* inp,
-                                    const uint8_t* weight, const bf16* bias, int64_t N, int C, int OC) {
-    const MatmulGeluFp8Maps maps = {tensor_map(inp, 1, N, C / 2, GEMM_ROWS),
-                                    tensor_map(weight, 1, OC, C / 2, GEMM_COLUMNS),
+// pre: (N, OC) bf16, and the codes of out: gelu(pre), from codes inp: (N, C) and weight: (OC, C); all codes are e4m3;
+// bias: (OC) bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
+inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out, bf16* pre, Fp8Factor inp,
+                                    Fp8Factor weight, const bf16* bias, int64_t N, int C, int OC) {
+    const MatmulGeluFp8Maps maps = {tensor_map(inp.codes, 1, N, C / 2, GEMM_ROWS),
+                                    tensor_map(weight.codes, 1, OC, C / 2, GEMM_COLUMNS),
                                     tensor_map(pre, 1, N, OC, GEMM_ROWS)};
-    work.shape = gemm_shape(N, OC, C), work.bias = bias;
+    const MatmulGeluFp8 work = {gemm_shape(N, OC, C), bias,          nullptr,         nullptr, out->columns,
+                                operand_codes(out),   inp.scale_inv, weight.scale_inv};
     launch_kernel(dev, matmul_gelu_fp8_kernel<false, FP8_E4M3>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
 }
 
@@ -339,14 +339,15 @@ inline void matmul_gelu_fp8_forward(const Device* dev, MatmulGeluFp8 work, bf16*
 // matmul_gelu_scratch_bytes; dout: (N, OC) codes; weight: (C, OC) e4m3 codes of W by columns; pre: (N, C). Where
 // matmul_gelu_fp8_fits(dev, N, C, OC).
 template <typename G>
-void matmul_gelu_fp8_backward(const Device* dev, MatmulGeluFp8 work, G* dbias, float* scratch, const uint8_t* dout,
-                              const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
-    const MatmulGeluFp8Maps maps = {tensor_map(dout, 1, N, OC / 2, GEMM_ROWS),
-                                    tensor_map(weight, 1, C, OC / 2, GEMM_COLUMNS),
+void matmul_gelu_fp8_backward(const Device* dev, const Operand<bf16>* d, G* dbias, float* scratch, Fp8Factor dout,
+                              Fp8Factor weight, const bf16* pre, int64_t N, int C, int OC, bool accumulate) {
+    const MatmulGeluFp8Maps maps = {tensor_map(dout.codes, 1, N, OC / 2, GEMM_ROWS),
+                                    tensor_map(weight.codes, 1, C, OC / 2, GEMM_COLUMNS),
                                     tensor_map(pre, 1, N, C, GEMM_ROWS)};
-    work.shape = gemm_shape(N, C, OC), work.pre = pre, work.partial = scratch;
+    const MatmulGeluFp8 work = {gemm_shape(N, C, OC), nullptr,         pre, scratch, d->columns, operand_codes(d),
+                                dout.scale_inv,       weight.scale_inv};
     const auto kernel =
-        work.codes.type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
+        d->type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
     launch_kernel(dev, kernel, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
     column_sum(dev, &dbias, 1, scratch, (int)(N / GEMM_ROWS), C, accumulate);
 }

@@ -9,16 +9,18 @@
 #include "matmul_plan.cuh"
 #endif
 
-// d = alpha op(a) op(b) + beta c, for each of `batch` matrices that lie at a constant stride, all row-major without
-// gaps. op(a) is (rows, depth), op(b) (depth, cols), c and d (rows, cols). d is neither a nor b; c may be d. An operand
-// that is transposed lies in memory as (depth, rows) or (cols, depth). A matrix's bits do not depend on the others in
-// its batch.
+// d = alpha op(a) op(b) + beta c, for each of `batch` matrices, all row-major and one after another without gaps. op(a)
+// is (rows, depth), op(b) (depth, cols), c and d (rows, cols). d is neither a nor b; c may be d. An operand that is
+// transposed lies in memory as (depth, rows) or (cols, depth). A matrix's bits do not depend on the others in its
+// batch.
 struct MatmulProduct {
     int64_t rows, cols, depth;
     bool transpose_a, transpose_b;
     float alpha, beta;
-    int64_t batch, stride_a, stride_b, stride_d;  // strides in elements; c has d's
-    bool alone = false;                           // one matrix, never more: thread blocks may share its depth
+    int64_t batch;
+    float gamma = 0.0f;      // symmetric_product (matmul_symmetric.cuh) also adds gamma I,
+    bool symmetric = false;  // and knows that d is symmetric
+    bool alone = false;      // one matrix, never more: thread blocks may share its depth
     float* parts = nullptr;  // of fp32 on a GPU: device memory for a and b, for the products described below
 };
 
@@ -27,7 +29,7 @@ struct MatmulProduct {
 inline void matmul_product_cpu(const MatmulProduct* p, float* d, const float* a, const float* b, const float* c) {
     const int64_t n = p->rows * p->cols;
     const bool begins = p->beta != 0.0f && p->alpha == 1.0f;
-    for (int64_t i = 0; i < p->batch; i++, d += p->stride_d, a += p->stride_a, b += p->stride_b) {
+    for (int64_t i = 0; i < p->batch; i++, d += n, a += p->rows * p->depth, b += p->depth * p->cols) {
         for (int64_t j = 0; begins && j < n; j++) d[j] = p->beta * c[j];
         CpuGemm gemm = {p->rows,
                         p->cols,
@@ -44,7 +46,7 @@ inline void matmul_product_cpu(const MatmulProduct* p, float* d, const float* a,
         for (int64_t j = 0; p->alpha != 1.0f && j < n; j++) {
             d[j] = p->beta != 0.0f ? fmaf(p->alpha, d[j], p->beta * c[j]) : p->alpha * d[j];
         }
-        if (p->beta != 0.0f) c += p->stride_d;
+        if (p->beta != 0.0f) c += n;
     }
 }
 
@@ -58,12 +60,8 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
     matmul_shape(&shape, matmul_type<X>(), matmul_type<D>(), p->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                  p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, p->cols, p->rows, p->depth);
     shape.batched = !p->alone, shape.tf32 = tf32;
-    // One matrix needs no strides, but cuBLASLt is asked for an algorithm for several, whose outputs must not overlap.
-    const bool one = p->batch == 1;
     if (!p->alone) {
-        shape.stride_a = one ? p->depth * p->cols : p->stride_b;
-        shape.stride_b = one ? p->rows * p->depth : p->stride_a;
-        shape.stride_d = one ? p->rows * p->cols : p->stride_d;
+        shape.stride_a = p->depth * p->cols, shape.stride_b = p->rows * p->depth, shape.stride_d = p->rows * p->cols;
     }
     MatmulPointers pointers = {b, a, d, nullptr, nullptr};
     pointers.c = p->beta != 0.0f ? c : nullptr, pointers.alpha = p->alpha, pointers.batch = (int32_t)p->batch;

@@ -1,6 +1,6 @@
 // The products of Newton-Schulz (optim/matrix/newton_schulz.cuh), most of whose results are symmetric. For each of
-// `batch` matrices, row-major and one after another without gaps:
-//     d = alpha a op(b) + beta c + gamma I          a (rows, depth), op(b) (depth, cols), c and d (rows, cols)
+// `batch` matrices
+//     d = alpha a op(b) + beta c + gamma I                                     (MatmulProduct; a is not transposed)
 // If the result is symmetric, the elements on and below the diagonal are computed; the others mirror them. The
 // plain C version, in fp32, defines that. On a GPU elements are fp16 and sums fp32.
 //
@@ -22,31 +22,8 @@
 #include "gemm_sm90.cuh"
 #endif
 
-struct SymmetricProduct {
-    int64_t rows, cols, depth;
-    bool transpose_b;  // b lies in memory as (cols, depth)
-    float alpha, beta, gamma;
-    bool symmetric;  // the result is
-    int64_t batch;
-};
-
-inline MatmulProduct symmetric_as_plain(const SymmetricProduct* p) {
-    return {p->rows,
-            p->cols,
-            p->depth,
-            false,
-            p->transpose_b,
-            p->alpha,
-            p->beta,
-            p->batch,
-            p->rows * p->depth,
-            p->depth * p->cols,
-            p->rows * p->cols};
-}
-
-inline void symmetric_product_cpu(const SymmetricProduct* p, float* d, const float* a, const float* b, const float* c) {
-    const MatmulProduct plain = symmetric_as_plain(p);
-    matmul_product_cpu(&plain, d, a, b, c);
+inline void symmetric_product_cpu(const MatmulProduct* p, float* d, const float* a, const float* b, const float* c) {
+    matmul_product_cpu(p, d, a, b, c);
     for (int64_t m = 0; m < p->batch; m++, d += p->rows * p->cols) {
         for (int64_t i = 0; i < p->rows && i < p->cols; i++) d[i * p->cols + i] += p->gamma;
         for (int64_t i = 0; p->symmetric && i < p->rows; i++) {
@@ -69,10 +46,12 @@ struct SymmetricShape {
 
 struct SymmetricTile {
     int matrix, row, column;  // of its first element
-    int half;
+    int half;                 // only the left SP_HALF columns are computed
+
+    __host__ __device__ int columns() const { return half ? SP_HALF : SP_COLUMNS; }
 };
 
-inline SymmetricShape symmetric_shape(const SymmetricProduct* p) {
+inline SymmetricShape symmetric_shape(const MatmulProduct* p) {
     SymmetricShape s = {};
     s.rows = (int)p->rows, s.columns = (int)p->cols, s.depth = (int)p->depth, s.batch = (int)p->batch;
     s.symmetric = p->symmetric, s.down = (int)ceil_div(p->rows, SP_ROWS);
@@ -88,7 +67,7 @@ inline SymmetricShape symmetric_shape(const SymmetricProduct* p) {
     return s;
 }
 
-__host__ __device__ inline SymmetricTile symmetric_tile(int index, const SymmetricShape& s) {
+__host__ __device__ inline SymmetricTile gemm_tile(int index, const SymmetricShape& s) {
     const int matrix = index / (s.whole + s.half);
     int i = index % (s.whole + s.half);
     if (i >= s.whole) {
@@ -118,40 +97,18 @@ struct SymmetricLaunch {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-__device__ __forceinline__ int sp_steps(const SymmetricLaunch& l) {
-    return (l.shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH;
-}
-
-// One thread loads the operands of all tiles of this block, stage after stage.
-template <int B_MN>
-__device__ __forceinline__ void sp_produce(const GemmStages<SP_STAGES>& stages, const SymmetricLaunch& l) {
-    Ring<SP_STAGES> ring = {0, 1};  // the stages begin empty
-    const int steps = sp_steps(l);
-    for (int index = blockIdx.x; index < l.shape.tiles; index += gridDim.x) {
-        const SymmetricTile tile = symmetric_tile(index, l.shape);
-        for (int k = 0; k < steps; k++, ring.advance()) {
-            barrier_wait(stages.empty(ring.stage), ring.parity);
-            gemm_load_step<0, B_MN, SP_HALF>(stages.at(ring.stage), stages.full(ring.stage), &l.a, &l.b, tile.row,
-                                             tile.column, tile.matrix, k, tile.half ? SP_HALF : SP_COLUMNS);
-        }
-    }
-}
-
-// The panels of a tile, and the first ones of them, which have mirror images.
-__device__ __forceinline__ int sp_panels(const SymmetricTile& t) {
-    return t.half ? 2 : 4;
-}
+// How many of the first panels of a tile have mirror images.
 __device__ __forceinline__ int sp_mirrored(const SymmetricShape& s, const SymmetricTile& t) {
     const int left = (t.row / SP_ROWS - t.column / SP_ROWS) * 2;
-    return !s.symmetric ? 0 : left < sp_panels(t) ? left : sp_panels(t);
+    return !s.symmetric ? 0 : left < t.columns() / 64 ? left : t.columns() / 64;
 }
 
 // For each warpgroup one warp sends its panels out.
 __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch& l, int group) {
     const uint32_t panel = shared + SP_PANELS + group * 2 * SP_PANEL_BYTES;
     for (int index = blockIdx.x; index < l.shape.tiles; index += gridDim.x) {
-        const SymmetricTile t = symmetric_tile(index, l.shape);
-        const int row = t.row + group * 64, panels = row < l.shape.rows ? sp_panels(t) : 0;
+        const SymmetricTile t = gemm_tile(index, l.shape);
+        const int row = t.row + group * 64, panels = row < l.shape.rows ? t.columns() / 64 : 0;
         for (int i = 0; i < panels; i++) {
             const int column = t.column + i * 64;
             group_arrive(3 + group, 160);  // the panels are free
@@ -227,15 +184,6 @@ struct SymmetricUser {
     }
 };
 
-__device__ __forceinline__ float2 sp_floats(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<__half2*>(&pair));
-}
-
-__device__ __forceinline__ uint32_t sp_pack(float low, float high) {
-    __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
-}
-
 // Computes what is held of panel P of a product with c. DIAGONAL says that the panel has a part of the diagonal.
 template <int P, bool DIAGONAL>
 __device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float beta, float gamma) {
@@ -244,12 +192,12 @@ __device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float 
         // Column 8 n of this thread lies `off` to the left of the diagonal in its upper row, and 8 more in its lower.
         const int off = w.row % 64 - w.column - n % 8 * 8;
         auto add = [&](bool here) { return DIAGONAL && here ? gamma : 0.0f; };
-        const float2 upper = sp_floats(w.held[n][0]), lower = sp_floats(w.held[n][1]);
+        const float2 upper = half_floats(w.held[n][0]), lower = half_floats(w.held[n][1]);
         const float* s = w.gemm.c[n];
-        w.held[n][0] = sp_pack(fmaf(alpha, s[0], fmaf(beta, upper.x, add(off == 0))),
-                               fmaf(alpha, s[1], fmaf(beta, upper.y, add(off == 1))));
-        w.held[n][1] = sp_pack(fmaf(alpha, s[2], fmaf(beta, lower.x, add(off + 8 == 0))),
-                               fmaf(alpha, s[3], fmaf(beta, lower.y, add(off + 8 == 1))));
+        w.held[n][0] = pack_half(fmaf(alpha, s[0], fmaf(beta, upper.x, add(off == 0))),
+                                 fmaf(alpha, s[1], fmaf(beta, upper.y, add(off == 1))));
+        w.held[n][1] = pack_half(fmaf(alpha, s[2], fmaf(beta, lower.x, add(off + 8 == 0))),
+                                 fmaf(alpha, s[3], fmaf(beta, lower.y, add(off + 8 == 1))));
     }
 }
 
@@ -275,10 +223,10 @@ __device__ __forceinline__ void sp_finish(SymmetricWork& w) {
         for (int n = 0; n < SP_COLUMNS / 8; n++) {
             const float* s = w.gemm.c[n];
             // The additions are those of a beta of 0: they turn a sum of -0 into 0.
-            w.held[n][0] = sp_pack(s[0] + 0.0f, s[1] + 0.0f), w.held[n][1] = sp_pack(s[2] + 0.0f, s[3] + 0.0f);
+            w.held[n][0] = pack_half(s[0] + 0.0f, s[1] + 0.0f), w.held[n][1] = pack_half(s[2] + 0.0f, s[3] + 0.0f);
         }
     }
-    w.panels = sp_panels(w.tile), w.mirrored = sp_mirrored(w.launch->shape, w.tile);
+    w.panels = w.tile.columns() / 64, w.mirrored = sp_mirrored(w.launch->shape, w.tile);
 }
 
 // Passes stages of which this warpgroup needs nothing.
@@ -294,9 +242,9 @@ __device__ __forceinline__ void sp_pass(Gemm<SP_STAGES>& g, int steps) {
 template <int B_MN>
 __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
     const SymmetricLaunch& l = *w.launch;
-    const int steps = sp_steps(l);
+    const int steps = gemm_steps(l.shape);
     for (int index = blockIdx.x; index < l.shape.tiles; index += gridDim.x) {
-        w.tile = symmetric_tile(index, l.shape);
+        w.tile = gemm_tile(index, l.shape);
         if (w.tile.row + w.gemm.group * 64 >= l.shape.rows) {
             sp_pass(w.gemm, steps);
             continue;
@@ -325,7 +273,7 @@ __global__ void __launch_bounds__(384, 1) symmetric_product_kernel(const __grid_
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_shrink<24>();  // a block has 168 x 384 registers, which are 24 x 128 + 240 x 256
-        if (warp == 0 && is_elected()) sp_produce<B_MN>(stages, launch);
+        if (warp == 0 && is_elected()) gemm_produce<0, B_MN, SP_HALF>(stages, &launch.a, &launch.b, launch.shape);
         if (warp == 1 || warp == 2) sp_send(shared, launch, warp - 1);
         return;
     }
@@ -355,17 +303,16 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 
 // True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
 // may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
-inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
+inline bool symmetric_product_fits(const Device* dev, const MatmulProduct* p) {
     return hopper_runs(dev, symmetric_product_kernel<0>) && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
            p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 &&
            p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : p->transpose_b);
 }
 
-inline void symmetric_product_library(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a,
+inline void symmetric_product_library(const Device* dev, const MatmulProduct* p, __half* d, const __half* a,
                                       const __half* b, const __half* c) {
-    const MatmulProduct plain = symmetric_as_plain(p);
-    matmul_product<__half, __half>(dev, &plain, d, a, b, c);
+    matmul_product<__half, __half>(dev, p, d, a, b, c);
     if (p->gamma == 0.0f) return;
     const int64_t blocks = ceil_div((p->rows < p->cols ? p->rows : p->cols) * p->batch, 256);
     launch_kernel(dev, symmetric_diagonal_kernel, (unsigned)(blocks < 4096 ? blocks : 4096), 256, 0, d, p->rows,
@@ -373,7 +320,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
 }
 
 // Makes a product on a GPU. d differs from a, b and c. Dimensions are multiples of 8.
-inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
+inline void symmetric_product(const Device* dev, const MatmulProduct* p, __half* d, const __half* a, const __half* b,
                               const __half* c) {
     if (p->batch == 0) return;
     if (!symmetric_product_fits(dev, p)) return symmetric_product_library(dev, p, d, a, b, c);

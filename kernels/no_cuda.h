@@ -10,13 +10,7 @@
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 
-enum cudaError_t {
-    cudaSuccess,
-    cudaErrorInvalidDeviceFunction = 98,
-    cudaErrorNoDevice = 100,
-    cudaErrorNoKernelImageForDevice = 209,
-    cudaErrorNotSupported = 801
-};
+enum cudaError_t { cudaSuccess, cudaErrorNoDevice = 100, cudaErrorNotSupported = 801 };
 enum cublasStatus_t { CUBLAS_STATUS_SUCCESS };
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED = 801 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
@@ -43,8 +37,7 @@ struct cudaDeviceProp {
 };
 
 constexpr int cudaStreamNonBlocking = 0, cudaEventDisableTiming = 0, cudaLimitStackSize = 0, cudaEnableDefault = 0;
-constexpr int cudaMemcpyHostToDevice = 0, cudaMemcpyDeviceToHost = 0, cudaMemcpyDeviceToDevice = 0,
-              cudaMemcpyDefault = 0;
+constexpr int cudaMemcpyDeviceToDevice = 0, cudaMemcpyDefault = 0;
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 0, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 0;
 constexpr int cudaDevAttrCanFlushRemoteWrites = 0, cudaIpcMemLazyEnablePeerAccess = 0;
 constexpr unsigned CU_STREAM_WAIT_VALUE_GEQ = 0, CU_STREAM_WAIT_VALUE_FLUSH = 1u << 30;

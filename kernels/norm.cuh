@@ -150,11 +150,7 @@ template <typename G>
 void tile_squares(const Device* dev, cudaStream_t stream, double* square, const G* grads, int64_t tiles) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        tile_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, stream>>>(square, grads, tiles);
-        check_launch();
-        return;
-    }
+    if (dev->gpu) return launch_on(stream, tile_squares_kernel<G>, ceil_div(tiles, 8), 256, 0, square, grads, tiles);
 #endif
     assert(sizeof(G) == sizeof(float));
     tile_squares_cpu(square, (const float*)grads, tiles);

@@ -120,9 +120,10 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     fp8_begin(dev, &f), fp8_begin(&cpu, &g);
     f.use_current_scaling = g.use_current_scaling = current;
     if (!current) fp8_fix(dev, &f, 1, 1.7f, type), fp8_fix(&cpu, &g, 1, 1.7f, type);  // so that some saturate
-    const Fp8Operand to = {codes[0], codes[1], 1, type}, there = {want[0], want[1], 1, type};
-    fp8_cast<bf16>(dev, &f, &to, op, inp.device, pre.device, bias.device, scratch, s.N, s.C, false);
-    fp8_cast<float>(&cpu, &g, &there, op, inp.host, pre.host, sums, nullptr, s.N, s.C, false);
+    const Operand<bf16> to = {inp.device, codes[0], codes[1], &f, 1, type, op};
+    const Operand<float> there = {inp.host, want[0], want[1], &g, 1, type, op};
+    fp8_cast(dev, &to, s.N, s.C, pre.device, bias.device, scratch);
+    fp8_cast(&cpu, &there, s.N, s.C, pre.host, sums);
     int64_t apart = 0;
     for (int i = 0; i < 2; i++) {
         copy_to_host(dev, got, codes[i], n + 64);
@@ -191,22 +192,21 @@ Fp8Codes made_codes(const Made* m, Fp8Type type) {
 
 // `values`: (N, C) is what the kernel stores without codes, which it writes of `op` of them; in so many runs it has
 // counted what saturates.
-void made_check(Test* test, Made* m, const char* what, Fp8Op op, const bf16* values, Fp8Type type, uint32_t runs) {
-    const Device* dev = m->room->dev;
-    const Fp8Operand to = {m->want[0], m->want[1], 1, type};
-    fp8_cast<bf16>(dev, &m->g, &to, op, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C, false);
+void made_check(Test* test, Made* m, const char* what, Fp8Op op, bf16* values, Fp8Type type, uint32_t runs) {
+    const Operand<bf16> cast = {values, m->want[0], m->want[1], &m->g, 1, type, op};
+    fp8_cast(m->room->dev, &cast, m->N, m->C);
     for (int i = 0; i < 2; i++) {
         const int64_t differ = codes_differ(m->room, i ? m->columns : m->rows, m->want[i], m->N * m->C);
         expect(differ == 0, "%s, %lld x %d, type %d, by %s: %lld codes differ", what, (long long)m->N, m->C, type,
                i ? "columns" : "rows", (long long)differ);
     }
-    const uint32_t *found = m->room->to_host(m->f.amax, 4), *cast = m->room->to_host(m->g.amax, 4);
-    expect(found[1] == cast[1] && found[1] > 0 && found[3] == runs * cast[3] && cast[3] > 0,
-           "%s: found %08x and %u, the cast %08x and %u", what, found[1], found[3], cast[1], cast[3]);
+    const uint32_t *found = m->room->to_host(m->f.amax, 4), *want = m->room->to_host(m->g.amax, 4);
+    expect(found[1] == want[1] && found[1] > 0 && found[3] == runs * want[3] && want[3] > 0,
+           "%s: found %08x and %u, the cast %08x and %u", what, found[1], found[3], want[1], want[3]);
 }
 
 // A kernel that writes rows alone: the others are made of them.
-void made_rows_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Type type) {
+void made_rows_check(Test* test, Made* m, const char* what, bf16* values, Fp8Type type) {
     fp8_by_columns(m->room->dev, m->columns, m->rows, m->N, m->C);
     made_check(test, m, what, FP8_COPY, values, type, 1);
 }
@@ -317,8 +317,8 @@ TEST(fp8_cast_nonfinite_gpu) {
     fp8_begin(&dev, &f);
     f.use_current_scaling = false;
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
-        const Fp8Operand to = {codes, nullptr, 0, type};
-        fp8_cast<bf16>(&dev, &f, &to, FP8_COPY, inp.device, nullptr, (float*)nullptr, nullptr, 16, 8, false);
+        const Operand<bf16> to = {inp.device, codes, nullptr, &f, 0, type};
+        fp8_cast(&dev, &to, 16, 8);
         const uint8_t* got = room.to_host(codes, 16 * 8);
         for (int i = 0; i < 16 * 8; i++)
             expect(isnan(fp8_decode(got[i], type)) == !isfinite(values[i]), "%g becomes code %d", values[i], got[i]);
@@ -339,16 +339,14 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     uint8_t* codes[2] = {room.device<uint8_t>(rows * depth), room.device<uint8_t>(cols * depth)};
     uint8_t* own[2] = {room.host<uint8_t>(rows * depth), room.host<uint8_t>(cols * depth)};
     fp8_begin(dev, &f), fp8_begin(&cpu, &g);
-    const Fp8Operand to[] = {{codes[0], nullptr, 2, type_a}, {codes[1], nullptr, 1, FP8_E4M3}};
-    const Fp8Operand there[] = {{own[0], nullptr, 2, type_a}, {own[1], nullptr, 1, FP8_E4M3}};
-    fp8_cast<bf16>(dev, &f, &to[0], FP8_COPY, a.device, nullptr, (float*)nullptr, nullptr, rows, (int)depth, false);
-    fp8_cast<bf16>(dev, &f, &to[1], FP8_COPY, b.device, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
-    fp8_cast<float>(&cpu, &g, &there[0], FP8_COPY, a.host, nullptr, (float*)nullptr, nullptr, rows, (int)depth, false);
-    fp8_cast<float>(&cpu, &g, &there[1], FP8_COPY, b.host, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
+    const Operand<bf16> x = {a.device, codes[0], nullptr, &f, 2, type_a}, y = {b.device, codes[1], nullptr, &f, 1};
+    const Operand<float> own_x = {a.host, own[0], nullptr, &g, 2, type_a}, own_y = {b.host, own[1], nullptr, &g, 1};
+    fp8_cast(dev, &x, rows, (int)depth), fp8_cast(dev, &y, cols, (int)depth);
+    fp8_cast(&cpu, &own_x, rows, (int)depth), fp8_cast(&cpu, &own_y, cols, (int)depth);
     float *want = room.host<float>(rows * cols), *before = room.host<float>(rows * cols);
     for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(test_uniform(10, i)));
-    fp8_product<float>(&cpu, &g, want, {own[0], 2, type_a}, {own[1], 1, FP8_E4M3}, with_bias ? bias.host : nullptr,
-                       rows, cols, depth, fast, accumulate);
+    fp8_product<float>(&cpu, want, operand_rows(&own_x), operand_rows(&own_y), with_bias ? bias.host : nullptr, rows,
+                       cols, depth, fast, accumulate);
     // A number that is added to bf16 may be rounded before.
     double added = 0;
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
@@ -356,7 +354,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     const double cut = 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt((double)depth / run);
     check_output(test, worst, "product", &out, accumulate ? before : nullptr, want,
                  cut + product_bound(depth, 1.0) + epsilon<D>() * added, [&] {
-                     fp8_product<D>(dev, &f, out.device, {codes[0], 2, type_a}, {codes[1], 1, FP8_E4M3},
+                     fp8_product<D>(dev, out.device, operand_rows(&x), operand_rows(&y),
                                     with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
                  });
 }
@@ -428,7 +426,7 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
         dinp(dev, N * C);
     X* dweight = room.device<X>((int64_t)OC * C);  // not looked at
     Linear<X, X> linear = {C, OC, {inp.device, nullptr, layer.columns}, {}, {}, bias.device, dweight, nullptr};
-    linear_set(&layer.use, &linear, 0, (X*)nullptr, layer.stored.codes, dout.device, false, false);
+    linear_set(&layer.use, &linear, 0, (X*)nullptr, layer.stored.codes, dout.device, FP8_NOTHING, FP8_NOTHING);
     const auto forward = [&] { linear_forward(dev, out.device, &linear, N); };
     const auto backward = [&] { linear_backward(dev, dinp.device, &linear, N, false); };
     forward(), backward();
@@ -480,10 +478,10 @@ struct GeluProducts {
     Array<bf16> left, weight, bias, pre, product;
     Array<float> dbias;
     Fp8 f;
-    uint8_t *left_codes, *weight_codes;
+    Operand<bf16> left_codes, weight_codes;
     Made made;
     float* scratch;
-    MatmulGeluFp8 codes;
+    Operand<bf16> out;
     double cut;
 
     GeluProducts(const Device* dev, int64_t N, int C, int OC, Fp8Type type, bool forward)
@@ -495,18 +493,15 @@ struct GeluProducts {
           product(dev, N * OC),
           dbias(dev, OC),
           f(scales_open(&room, 3)),
-          left_codes(room.device<uint8_t>(N * C)),
-          weight_codes(room.device<uint8_t>((int64_t)OC * C)),
+          left_codes({left.device, room.device<uint8_t>(N * C), nullptr, &f, 0, type}),
+          weight_codes({weight.device, room.device<uint8_t>((int64_t)OC * C), nullptr, &f, 1}),
           made(made_open(&room, N, OC, type, 1.5f)),
           scratch((float*)room.device<char>(matmul_backward_gelu_scratch_bytes(dev, N, OC))),
-          codes({{}, nullptr, nullptr, nullptr, made.columns, made_codes(&made, type), f.scale_inv, f.scale_inv + 4}),
+          out({nullptr, made.rows, made.columns, &made.f, 1, type, FP8_COPY, FP8_BOTH}),
           cut(2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1)) {
-        const Fp8Operand to = {left_codes, nullptr, 0, type}, right = {weight_codes, nullptr, 1, FP8_E4M3};
-        float* none = nullptr;
         fp8_begin(dev, &f);
-        fp8_cast<bf16>(dev, &f, &to, FP8_COPY, left.device, nullptr, none, nullptr, N, C, false);
-        fp8_cast<bf16>(dev, &f, &right, FP8_COPY, weight.device, nullptr, none, nullptr, OC, C, false);
-        fp8_product<bf16>(dev, &f, product.device, {left_codes, 0, type}, {weight_codes, 1, FP8_E4M3},
+        fp8_cast(dev, &left_codes, N, C), fp8_cast(dev, &weight_codes, OC, C);
+        fp8_product<bf16>(dev, product.device, operand_rows(&left_codes), operand_rows(&weight_codes),
                           forward ? bias.device : nullptr, N, OC, C, true, false);
     }
 };
@@ -516,7 +511,8 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     GeluProducts p(dev, N, C, OC, FP8_E4M3, true);
     p.product.read(p.pre.want);
     const auto run = [&] {
-        matmul_gelu_fp8_forward(dev, p.codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
+        matmul_gelu_fp8_forward(dev, &p.out, p.pre.device, operand_rows(&p.left_codes), operand_rows(&p.weight_codes),
+                                p.bias.device, N, C, OC);
     };
     check_outputs(test, worst, run, {{"pre", &p.pre, p.cut + product_bound(C, 0.1)}});
     made_check(test, &p.made, "GELU", FP8_GELU, p.pre.device, FP8_E4M3, 2);
@@ -525,15 +521,15 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
 // Codes of (dout W) * gelu'(pre), and the sums of their columns, against cuBLASLt's product and a cast.
 void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
     GeluProducts p(dev, N, C, OC, type, false);
-    const Fp8Operand cast = {p.made.want[0], p.made.want[1], 1, type};
-    fp8_cast<bf16>(dev, &p.made.g, &cast, FP8_GELU_BACKWARD, p.product.device, p.pre.device, p.dbias.device, p.scratch,
-                   N, OC, false);
+    const Operand<bf16> cast = {p.product.device, p.made.want[0], p.made.want[1], &p.made.g, 1, type,
+                                FP8_GELU_BACKWARD};
+    fp8_cast(dev, &cast, N, OC, p.pre.device, p.dbias.device, p.scratch);
     p.dbias.read(p.dbias.want);
     // Both d are off by a rounding to bf16 of at most C * 0.1 / 4 or so in size besides.
     const double off = p.cut + 0.1 * sqrt((double)C) * epsilon<bf16>();
     const auto run = [&] {
-        matmul_gelu_fp8_backward<float>(dev, p.codes, p.dbias.device, p.scratch, p.left_codes, p.weight_codes,
-                                        p.pre.device, N, OC, C, false);
+        matmul_gelu_fp8_backward<float>(dev, &p.out, p.dbias.device, p.scratch, operand_rows(&p.left_codes),
+                                        operand_rows(&p.weight_codes), p.pre.device, N, OC, C, false);
     };
     check_outputs(test, worst, run, {{"dbias", &p.dbias, sqrt((double)N) * 6 * off}});
     // By value a code may be off by one step of the larger's place, and by what the product is.

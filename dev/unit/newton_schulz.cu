@@ -128,12 +128,12 @@ TEST(symmetric_tiles_are_each_square_once) {
     const int64_t sizes[][3] = {{768, 768, 1},  {1600, 1600, 1}, {128, 128, 1},  {136, 136, 1}, {520, 520, 1},
                                 {768, 3072, 0}, {1600, 1600, 0}, {3072, 768, 0}, {8, 8, 0},     {648, 392, 0}};
     for (const auto& size : sizes) {
-        const SymmetricProduct p = {size[0], size[1], 512, true, 1.0f, 0.0f, 0.0f, size[2] != 0, 2};
+        const MatmulProduct p = {size[0], size[1], 512, false, true, 1.0f, 0.0f, 2, 0.0f, size[2] != 0};
         const SymmetricShape s = symmetric_shape(&p);
         const int tiles = (s.whole + s.half) * 2, down = (s.rows + 127) / 128, across = (s.columns + 127) / 128;
         memset(seen, 0, sizeof(seen));
         for (int k = 0; k < tiles; k++) {
-            const SymmetricTile t = symmetric_tile(k, s);
+            const SymmetricTile t = gemm_tile(k, s);
             for (int i = 0; i < (t.half ? 1 : 2); i++) seen[t.matrix][t.row / 128][t.column / 128 + i]++;
         }
         for (int i = 0; i < 2 * down * across; i++) {
@@ -171,7 +171,8 @@ OPERATOR_TEST(matmul_product_in_tf32_gpu) {
             before[i] = d.host[i];
             want[i] = row.alpha * want[i] + row.beta * before[i];
         }
-        const MatmulProduct p = {M, N, K, row.transpose_a, false, row.alpha, row.beta, 1, 0, 0, 0, true, parts.device};
+        const MatmulProduct p = {M,        N, K,    row.transpose_a, false, row.alpha,
+                                 row.beta, 1, 0.0f, false,           true,  parts.device};
         TensorCore core = tensor_core(dev.compute);
         core.products /= 2;
         const double bound = tensor_core_bound(core, 3 * K, 1.0) + EPS32 * 8.0 * sqrt((double)K) +
@@ -198,7 +199,7 @@ static __half* halves_on(Room* room, float* host, int64_t n) {
 
 // The library's way rounds diagonals to fp16 before gamma is added and once more after: by 2^-11 of the largest without
 // gamma, which may be far larger than what is left. What was checked becomes what is wanted.
-static void check_diagonal(Test* test, double* worst, const SymmetricProduct* p, const char* what, float* got,
+static void check_diagonal(Test* test, double* worst, const MatmulProduct* p, const char* what, float* got,
                            const float* want, double sums) {
     const int64_t side = p->rows < p->cols ? p->rows : p->cols, n = side * BATCH;
     Room room(nullptr);
@@ -214,7 +215,7 @@ static void check_diagonal(Test* test, double* worst, const SymmetricProduct* p,
 }
 
 // One product of random operands; those of a symmetric result are one matrix and itself, or two symmetric ones.
-static void check_symmetric_product(Test* test, const Device* dev, const SymmetricProduct* p, double* worst) {
+static void check_symmetric_product(Test* test, const Device* dev, const MatmulProduct* p, double* worst) {
     const int64_t n = p->rows * p->cols * BATCH, na = p->rows * p->depth * BATCH, nb = p->depth * p->cols * BATCH;
     Room room(dev);
     float *a = room.host<float>(na), *b = room.host<float>(nb), *c = room.host<float>(n);
@@ -229,7 +230,7 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
     __half *x = halves_on(&room, a, na), *y = p->symmetric ? x : halves_on(&room, b, nb), *z = halves_on(&room, c, n);
     __half* d = room.device<__half>(n);
     symmetric_product_cpu(p, want, a, p->symmetric ? a : b, c);
-    SymmetricProduct alone = *p;
+    MatmulProduct alone = *p;
     alone.batch = 1;
     for (int run = 0; run < 2; run++) {
         check(cudaMemset(d, 0xff, (size_t)n * 2));
@@ -252,18 +253,18 @@ OPERATOR_TEST(symmetric_product_gpu) {
     const int64_t sizes[][2] = {{768, 768}, {520, 1288}, {456, 456}, {64, 512}, {776, 1024}};
     for (const auto& size : sizes) {
         const int64_t side = size[0], depth = size[1];
-        const SymmetricProduct products[] = {
-            {side, side, depth, true, 1.0f, 0.0f, 0.0f, true, BATCH},
-            {side, side, depth, true, 0.3f, -0.7f, 1.5f, true, BATCH},
-            {side, depth, side, false, 1.0f, 0.0f, 0.0f, false, BATCH},
-            {depth, side, side, true, 1.0f, 0.0f, 0.0f, false, BATCH},
-            {side, depth, side, false, 0.5f, 2.0f, 0.25f, false, BATCH},
+        const MatmulProduct products[] = {
+            {side, side, depth, false, true, 1.0f, 0.0f, BATCH, 0.0f, true},
+            {side, side, depth, false, true, 0.3f, -0.7f, BATCH, 1.5f, true},
+            {side, depth, side, false, false, 1.0f, 0.0f, BATCH},
+            {depth, side, side, false, true, 1.0f, 0.0f, BATCH},
+            {side, depth, side, false, false, 0.5f, 2.0f, BATCH, 0.25f},
         };
         // With few multiprocessors a block has several tiles, and sends one out while it multiplies the next.
         Device small = dev;
         small.sm_count = 5;
         for (const Device* on : {(const Device*)&dev, (const Device*)&small})
-            for (const SymmetricProduct& p : products) check_symmetric_product(test, on, &p, &worst);
+            for (const MatmulProduct& p : products) check_symmetric_product(test, on, &p, &worst);
     }
 }
 

@@ -339,12 +339,7 @@ inline void comm_group(const Comm* comm, const Link* link, bool begin) {
 
 // Copies bytes within this rank, on the comm's stream.
 inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t bytes) {
-    if (bytes == 0) return;
-    if (comm->stand_in) {
-        memcpy(to, from, (size_t)bytes);
-    } else {
-        check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, comm->stream));
-    }
+    copy_on(comm->dev, comm->stream, to, from, bytes);
 }
 
 // Opening.

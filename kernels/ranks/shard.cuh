@@ -221,11 +221,7 @@ template <typename G>
 void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles, bool add) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_sum_kernel<G><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c, add);
-        check_launch();
-        return;
-    }
+    if (dev->gpu) return launch_on(stream, shard_sum_kernel<G>, tiles, SHARD_THREADS, 0, out, c, add);
 #endif
     shard_sum_cpu<G>(out, c, tiles, add);
 }
@@ -440,8 +436,7 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction h
         device_after_comm(c);
 #ifdef __CUDACC__
         if (c->dev->gpu) {
-            shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, all, world, n, how);
-            check_launch();
+            launch_kernel(c->dev, shard_all_reduce_kernel, ceil_div(n, 256), 256, 0, values, all, world, n, how);
             continue;
         }
 #endif
@@ -453,10 +448,7 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction h
 inline void shard_agree(Shard* s, float* scalars) {
     const float* flag = s->flags;
 #ifdef __CUDACC__
-    if (s->comm.dev->gpu) {
-        shard_flags_kernel<<<1, 1, 0, s->comm.dev->stream>>>(scalars, flag[0], flag[1], flag[2]);
-        check_launch();
-    }
+    if (s->comm.dev->gpu) launch_kernel(s->comm.dev, shard_flags_kernel, 1, 1, 0, scalars, flag[0], flag[1], flag[2]);
 #endif
     if (!s->comm.dev->gpu) shard_put_flags(scalars, flag[0], flag[1], flag[2]);
     shard_all_reduce(s, (uint32_t*)scalars + SCALAR_LOSS, 1, SHARD_SUM_FLOATS);

@@ -28,15 +28,14 @@ constexpr int POLAR_FIRST = 2, POLAR_NEXT = 3;
 template <class T>
 T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t m, int64_t n,
                        int64_t count) {
-    const int64_t size = m * n, square = m * m;
     for (int step = 0; step < config->ns_steps; step++) {
         NewtonSchulz c;
         newton_schulz_coefficients(config->ns_coefficients, step, &c);
-        const MatmulProduct gram = {m, m, n, false, true, 1.0f, 0.0f, count, size, size, square};
+        const MatmulProduct gram = {m, m, n, false, true, 1.0f, 0.0f, count};
         matmul_product<T, T>(dev, &gram, a, x, x, nullptr);
-        const MatmulProduct square_of = {m, m, m, false, false, c.c, c.b, count, square, square, square};
+        const MatmulProduct square_of = {m, m, m, false, false, c.c, c.b, count};
         matmul_product<T, T>(dev, &square_of, b, a, a, a);
-        const MatmulProduct next = {m, n, m, false, false, 1.0f, c.a, count, square, size, size};
+        const MatmulProduct next = {m, n, m, false, false, 1.0f, c.a, count};
         matmul_product<T, T>(dev, &next, y, b, x, x);
         T* other = x;
         x = y, y = other;
@@ -51,16 +50,16 @@ inline int64_t polar_squares(int64_t m, int64_t n) {
 }
 
 // Runs the symmetric form. `squares` has room for polar_squares(m, n) count squares; x holds X times `scale`.
-// `gram_form`: R serves several steps; false for square matrices. product(SymmetricProduct, d, a, b, c) makes a
+// `gram_form`: R serves several steps; false for square matrices. product(MatmulProduct, d, a, b, c) makes a
 // product.
 template <class T, class Product>
 T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t m, int64_t n,
                            int64_t count, float scale, bool gram_form) {
     const int64_t steps = config->ns_steps;
     const float scale2 = scale * scale;
-    const SymmetricProduct gram = {m, m, n, true, 1.0f, 0.0f, 0.0f, true, count};
-    const SymmetricProduct multiply = {m, m, m, true, 1.0f, 0.0f, 0.0f, true, count};
-    const SymmetricProduct apply = {m, n, m, false, 1.0f, 0.0f, 0.0f, false, count};
+    const MatmulProduct gram = {m, m, n, false, true, 1.0f, 0.0f, count, 0.0f, true};
+    const MatmulProduct multiply = {m, m, m, false, true, 1.0f, 0.0f, count, 0.0f, true};
+    const MatmulProduct apply = {m, n, m, false, false, 1.0f, 0.0f, count};
     const int64_t square = m * m * count;
     for (int64_t step = 0, until = 0; step < steps;) {
         until += !gram_form ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
@@ -71,7 +70,7 @@ T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* 
         for (bool first = true; step < until; step++, first = false) {
             NewtonSchulz c;
             newton_schulz_coefficients(config->ns_coefficients, (int)step, &c);
-            SymmetricProduct polynomial = multiply;
+            MatmulProduct polynomial = multiply;
             polynomial.alpha = c.c / (scale2 * scale2), polynomial.beta = c.b / scale2, polynomial.gamma = c.a;
             product(&polynomial, z, r, r, r);
             if (step + 1 < until) {
@@ -100,9 +99,9 @@ struct PolarBatch {
 // Runs the symmetric form on a GPU in fp16. Returns where the result is: x or y. The shape alone decides how the
 // products are made.
 inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, const PolarBatch* of) {
-    const SymmetricProduct multiply = {of->m, of->m, of->m, true, 1.0f, 0.0f, 0.0f, true, of->count};
+    const MatmulProduct multiply = {of->m, of->m, of->m, false, true, 1.0f, 0.0f, of->count, 0.0f, true};
     const bool gram_form = of->m != of->n && symmetric_product_fits(dev, &multiply);
-    const auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
+    const auto product = [&](const MatmulProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
         symmetric_product(dev, p, d, a, b, c);
     };
     return newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->m, of->n, of->count,

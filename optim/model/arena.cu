@@ -1,5 +1,5 @@
 // See arena.h: how weights, gradients and states are kept, and how weights are set.
-#include "../../kernels/fp8.cuh"
+#include "../../kernels/fp8_scales.cuh"
 #include "../../kernels/random.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "../made.h"

@@ -2,7 +2,7 @@
 // exchange of gradients between ranks that comes before.
 #include <assert.h>
 
-#include "../../kernels/fp8.cuh"
+#include "../../kernels/fp8_scales.cuh"
 #include "../../kernels/profile.h"
 #include "../../kernels/ranks/shard.cuh"
 #include "model.h"
