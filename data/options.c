@@ -277,11 +277,8 @@ bool options_apart(const Options* options, char* error) {
         const char *one = APART[i][0], *other = APART[i][1];
         const bool eval = strcmp(one, "eval") == 0;
         if (!option_given(options, one) || !option_given(options, other) || (eval && options->eval_every > 0)) continue;
-        return data_error(
-            error,
-            eval ? "--%s trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too"
-                 : "--%s does one thing, to which --%s does not belong; leave one of them out",
-            one, other);
+        return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out%s", one,
+                          other, eval ? ", or type --eval-every N too" : "");
     }
     return true;
 }

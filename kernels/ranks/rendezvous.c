@@ -469,5 +469,6 @@ void launch_leave(const Launch* launch) {
     watch.leaves = true;
     pthread_mutex_unlock(&lock);
     launch_any(launch, false);  // no rank ends before all have come here
-    while (launch->forked && launch->rank == 0 && wait(NULL) > 0) continue;
+    for (int r = 1; r < launch->world && launch->forked && launch->rank == 0; r++)
+        waitpid(watch.peers[r].hello.pid, NULL, 0);
 }
