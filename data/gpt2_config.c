@@ -99,17 +99,11 @@ const Gpt2Shape* gpt2_named(const char* name) {
 
 bool gpt2_unknown(const char* name, char* error) {
     const char *owner = strchr(name, '/'), *text = NULL;
-    char plain[64];
-    name_plain(plain, name);
     if (owner && owner > name && owner[1] && !strchr(owner + 1, '/') && *name != '.') {
         return data_error(error,
                           "--model %s is no folder here; for the model of that name on the Hugging Face hub type hf "
                           "download %s --local-dir %s, and then --model ./%s",
                           name, name, owner + 1, owner + 1);
-    }
-    for (int i = 0; i < NAMES; i++) {
-        if (strcmp(plain, names[i].name) != 0 && !name_is_near(plain, names[i].name)) continue;
-        return data_error(error, "--model '%s' is not known; did you mean %s?", name, names[i].name);
     }
     for (int i = 0; i < NAMES; i++) text_add(&text, "%s%s", i ? "|" : "", names[i].name);
     return data_error(

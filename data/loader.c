@@ -38,6 +38,7 @@ typedef struct DatasetFile {
     int64_t begin;   // where its tokens begin, in bytes
     int64_t first;   // where the part that was opened begins, in tokens
     int64_t tokens;  // of that part
+    int64_t share;   // of all its tokens those that are validation data, at its end
     int width;       // bytes of a token
 } DatasetFile;
 
@@ -160,45 +161,39 @@ static bool take_vocabulary(Dataset* data, const char* folder, char* error) {
     return true;
 }
 
-// Finds the tokens of each file that are validation data: its end, in all `fraction` of the tokens. A file whose share
-// is below a window passes it on to the next. If no share is a window, the last file with two windows gives one.
-static void find_shares(const Dataset* data, double fraction, int64_t window, int64_t* share) {
-    double owed = 0.0;
-    int last = 0, sharing = 0;
-    for (int i = 0; i < data->files; i++) {
-        const int64_t tokens = data->file[i].tokens;
-        owed += fraction * (double)tokens;
-        if (tokens < 2 * window) continue;
-        last = i;
-        if (owed < (double)window) continue;
-        share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
-        owed -= (double)share[i], sharing++;
-    }
-    if (sharing == 0) share[last] = window;
-}
-
-// Keeps a part of each file, and of the files those with a window. It counts the others, but for those without
-// validation data.
+// Keeps a part of each file, and of the files those with a window; it counts the others, but for those without
+// validation data. With `split` the validation data is the end of each file, in all `fraction` of the tokens. A file
+// whose share is below a window passes it on to the next. If no share is a window, the last file with two windows gives
+// one.
 static bool take_part(Dataset* data, DatasetPart part, bool split, double fraction, int T, char* error) {
-    const int64_t window = (int64_t)T + 1;
+    const int64_t window = (int64_t)T + 1, least = split ? 2 * window : window;
     const int files = data->files;
     const bool ends = split && part == DATASET_VALIDATION;
-    SCOPED int64_t* share = memory_zero((size_t)files, sizeof(int64_t));
+    DatasetFile* last = NULL;  // of those with `least` tokens
     int64_t longest = 0;
-    for (int i = 0; i < files; i++) longest = data->file[i].tokens > longest ? data->file[i].tokens : longest;
-    if (longest < (split ? 2 : 1) * window) {
+    double owed = 0.0;
+    bool shared = false;
+    for (DatasetFile* file = data->file; file < data->file + files; file++) {
+        owed += fraction * (double)file->tokens;
+        if (file->tokens > longest) longest = file->tokens;
+        if (file->tokens >= least) last = file;
+        if (!split || file->tokens < least || owed < (double)window) continue;
+        file->share = (int64_t)owed < file->tokens - window ? (int64_t)owed : file->tokens - window;
+        owed -= (double)file->share, shared = true;
+    }
+    if (!last) {
         return data_error(error,
                           "%s has at most %lld tokens in each of %d files: too few for %s of %lld tokens; take more "
                           "text or a shorter sequence length",
                           data->path, (long long)longest, files,
                           split ? "two windows (training, validation)" : "a window", (long long)window);
     }
-    if (split) find_shares(data, fraction, window, share);
+    if (split && !shared) last->share = window;
     data->files = 0;
     for (int i = 0; i < files; i++) {
         DatasetFile file = data->file[i];
-        file.first = ends ? file.tokens - share[i] : 0;
-        file.tokens = ends ? share[i] : file.tokens - share[i];
+        file.first = ends ? file.tokens - file.share : 0;
+        file.tokens = ends ? file.share : file.tokens - file.share;
         if (file.tokens >= window) {
             data->file[data->files++] = file, data->tokens += file.tokens;
             continue;
@@ -238,7 +233,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
                          char* error) {
     *data = (Dataset){.path = "the built-in text", .tokenizer = "", .files = 1};
     data->file = memory_zero(1, sizeof(DatasetFile));
-    *data->file = (DatasetFile){text_copy(data->path), memfd_create(data->path, MFD_CLOEXEC), 0, 0, bytes, 1};
+    *data->file = (DatasetFile){text_copy(data->path), memfd_create(data->path, MFD_CLOEXEC), 0, 0, bytes, 0, 1};
     const bool ok = file_write_all(data->file->descriptor, data->path, text, bytes, error);
     return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }

@@ -21,12 +21,15 @@ const Option* option_find(const char* name) {
     return NULL;
 }
 
-void name_plain(char to[64], const char* name) {
+// Copies a name in lower case, with '-' for '_', up to its 63rd letter.
+static void name_plain(char to[64], const char* name) {
     snprintf(to, 64, "%s", name);
     for (char* c = to; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
 }
 
-bool name_is_near(const char* typed, const char* name) {
+// True if `typed`, of four letters or more, may be a slip for `name`: one edit away, or two if that has eight letters
+// or more and the same first letter, or two neighbours are exchanged. The digits must be the same: beta3 is not beta2.
+static bool name_is_near(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
     const size_t length = strlen(name), letters = strlen(typed);
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
@@ -274,11 +277,8 @@ bool options_apart(const Options* options, char* error) {
         const char *one = APART[i][0], *other = APART[i][1];
         const bool eval = strcmp(one, "eval") == 0;
         if (!option_given(options, one) || !option_given(options, other) || (eval && options->eval_every > 0)) continue;
-        return data_error(
-            error,
-            eval ? "--%s trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too"
-                 : "--%s does one thing, to which --%s does not belong; leave one of them out",
-            one, other);
+        return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out%s", one,
+                          other, eval ? ", or type --eval-every N too" : "");
     }
     return true;
 }

@@ -68,12 +68,6 @@ bool options_print(const Options* options, FILE* file);
 // Reads a number and a letter of `units` behind it, in either case: the first one multiplies it by `factor`, the second
 // by its square, and so on. *end is what follows: "" if nothing does, and not "" if the text is no decimal number.
 double text_number(const char* text, const char* units, double factor, const char** end);
-// Copies a name in lower case, with '-' for '_', up to its 63rd letter.
-void name_plain(char to[64], const char* name);
-// Returns whether `typed`, of four letters or more, may be a slip for `name`: one edit away, or two if that has eight
-// letters or more and the same first letter, or two neighbours are exchanged. The digits must be the same, since beta3
-// is not beta2.
-bool name_is_near(const char* typed, const char* name);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 

@@ -34,10 +34,10 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
     SCOPED char* whole = file_read(file, &bytes, error);
     if (!whole) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error);
-    if (strlen(whole) != (size_t)bytes || !text_is_utf8(whole, bytes))  // a NUL would end its prompt
-        return data_error(error, "--prompt-file %s is no UTF-8 text; write prompts as UTF-8, one a line", file);
     const char* line = strncmp(whole, "\xEF\xBB\xBF", 3) == 0 ? whole + 3 : whole;
-    bool ok = line[strspn(line, "\r\n")] || data_error(error, "--prompt-file %s has no prompt; write one a line", file);
+    // A NUL would end its prompt.
+    bool ok = strlen(whole) == (size_t)bytes && text_is_utf8(whole, bytes) && line[strspn(line, "\r\n")];
+    if (!ok) data_error(error, "--prompt-file %s is no UTF-8 text, or empty; write prompts as UTF-8, one a line", file);
     while (ok && *line) {
         size_t length = strcspn(line, "\n"), used = length;
         if (used > 0 && line[used - 1] == '\r') used--;

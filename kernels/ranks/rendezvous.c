@@ -211,7 +211,7 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
     const double began = seconds_now(), deadline = began + (double)limit;
     int missing = (launch->world - 1) * CHANNELS, listed = 0;
     const char* list = "";
-    bool ended = false;  // a rank that launch_fork has made
+    siginfo_t ended = {0};  // a rank that launch_fork has made
     Hello own;
     if (launch->listener <= 0 && !rendezvous_listen(launch, error)) return false;
     if (!launch->has_secret) {
@@ -220,8 +220,8 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
                 "the same random text on all ranks (openssl rand -hex 16 makes one)\n",
                 launch->host, launch->port);
     }
-    while (missing > 0 && !ended && seconds_now() < deadline) {
-        ended = launch->forked && waitpid(-1, NULL, WNOHANG) > 0;
+    while (missing > 0 && ended.si_pid == 0 && seconds_now() < deadline) {
+        if (launch->forked) waitid(P_ALL, 0, &ended, WEXITED | WNOHANG | WNOWAIT);
         struct pollfd waits = {launch->listener, POLLIN, 0};
         if (poll(&waits, 1, 100) <= 0) continue;
         const int one = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
@@ -235,6 +235,7 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
     }
     close(launch->listener);
     launch->listener = 0;
+    if (ended.si_pid != 0) sleep_ms(500);  // if it had come, the watch says how it has ended
     for (int r = 1; r < launch->world; r++) {
         if (watch.peers[r].socket[BEATS] < 0 && ++listed <= 16)
             list = text_kept("%s%s%d", list, listed > 1 ? ", " : "", r);
@@ -316,9 +317,11 @@ __attribute__((noreturn)) static void peer_lost(int r, int silence) {
     int status = 0, code = 1;
     if (silence > 0) {
         snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
-    } else if (launch->forked && r > 0 && waitpid(its->pid, &status, 0) == its->pid) {
+    } else if (launch->forked && r > 0) {
+        for (int i = 0; i < 100 && waitpid(its->pid, &status, WNOHANG) == 0; i++)
+            sleep_ms(20);  // its sockets end first
         const int number = WTERMSIG(status);
-        code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + number;
+        code = WIFSIGNALED(status) ? 128 + number : WEXITSTATUS(status);
         if (WIFSIGNALED(status)) snprintf(how, sizeof(how), "been ended by signal %d (%s)", number, strsignal(number));
     }
     snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) has %s; all ranks stop\n", r, its->host,
@@ -466,5 +469,6 @@ void launch_leave(const Launch* launch) {
     watch.leaves = true;
     pthread_mutex_unlock(&lock);
     launch_any(launch, false);  // no rank ends before all have come here
-    while (launch->forked && launch->rank == 0 && wait(NULL) > 0) continue;
+    for (int r = 1; r < launch->world && launch->forked && launch->rank == 0; r++)
+        waitpid(watch.peers[r].hello.pid, NULL, 0);
 }
