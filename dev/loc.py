@@ -18,9 +18,9 @@ LIMITS = ROOT / "dev/limits.txt"
 # What to read, in this order, to understand one run with AdamW in bf16 on one GPU. Everything else is an extension.
 CORE = """
 train_gpt2.cu data/loader.h data/loader.c kernels/feeder.cuh kernels/common.cuh kernels/random.h
-kernels/embedding.cuh kernels/layernorm.cuh kernels/cpu_gemm.h kernels/matmul.cuh kernels/linear.cuh kernels/attention.cuh
-kernels/gelu.cuh kernels/classifier.cuh kernels/norm.cuh optim/optim.h optim/plan.h optim/plan.cu optim/made.h
-optim/optim.cu optim/step.cu optim/storage.h optim/kernel.cuh optim/noise.cuh optim/rules/hyper.cuh
+kernels/embedding.cuh kernels/layernorm.cuh kernels/cpu_gemm.h kernels/matmul.cuh kernels/operand.cuh kernels/linear.cuh
+kernels/attention.cuh kernels/gelu.cuh kernels/classifier.cuh kernels/norm.cuh optim/optim.h optim/plan.h optim/plan.cu
+optim/made.h optim/optim.cu optim/step.cu optim/storage.h optim/kernel.cuh optim/noise.cuh optim/rules/hyper.cuh
 optim/rules/adamw.cuh optim/formats/storage.cuh optim/formats/elementwise.cuh optim/formats/bf16.cuh
 optim/formats/fp32.cuh optim/formats/master.cuh
 """.split()

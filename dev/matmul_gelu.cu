@@ -64,7 +64,8 @@ static double error_backward(const Variant<Arrays>* v, Arrays* a) {
     float *want = a->host<float>(n), *sums = a->host<float>(a->OC);
     v->run(a->dev, a);
     if (v->run == backward_plain) {
-        matmul_backward_input_cpu(want, dout, dweight, a->N, a->OC, a->C);
+        const Device cpu = {};
+        matmul_backward_input<float>(&cpu, want, dout, dweight, a->N, a->OC, a->C);
         return off(a, a->out, want, n);
     }
     matmul_backward_gelu_cpu(want, sums, dout, dweight, given, a->N, a->OC, a->C, false);

@@ -19,55 +19,13 @@
 #include "column_sum.cuh"
 #include "common.cuh"
 #include "cpu_gemm.h"
-#include "fp8_scales.cuh"
 #include "gelu.cuh"
+#include "operand.cuh"
 #ifdef __CUDACC__
 #include "matmul_plan.cuh"
 #endif
 
 constexpr int FP8_TILE = 128;  // rows and columns of a block's tile
-
-// A cast may change a value before it rounds it: not at all; to gelu(x); to x * gelu'(pre_gelu).
-enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
-
-// Which codes of an operand are there before a product asks for them; it casts or transposes to make the others.
-enum Fp8Made { FP8_NOTHING, FP8_BY_ROWS, FP8_BOTH };
-
-// What a product reads: a matrix (N, C), as values or as codes of op(values).
-template <typename X>
-struct Operand {
-    X* values = nullptr;
-    uint8_t *rows = nullptr, *columns = nullptr;  // (N, C), (C, N) codes
-    Fp8* fp8 = nullptr;                           // their scales; NULL: products read the values
-    int slot = 0;                                 // the number of their scale
-    Fp8Type type = FP8_E4M3;
-    Fp8Op op = FP8_COPY;
-    Fp8Made made = FP8_NOTHING;
-};
-
-// Returns where the kernel that makes an operand writes its codes, if it does.
-template <typename X>
-Fp8Codes operand_codes(const Operand<X>* o) {
-    if (o->made == FP8_NOTHING) return {};
-    const Fp8* f = o->fp8;
-    return {o->rows, f->scale + o->slot, f->amax + o->slot, f->amax + f->slots, o->type};
-}
-
-// One of the two factors of a product: an operand's codes, the summed dimension last.
-struct Fp8Factor {
-    const uint8_t* codes;
-    const float* scale_inv;  // device scalar
-    Fp8Type type;
-};
-
-template <typename X>
-Fp8Factor operand_rows(const Operand<X>* o) {
-    return {o->rows, o->fp8->scale_inv + 4 * o->slot, o->type};
-}
-template <typename X>
-Fp8Factor operand_columns(const Operand<X>* o) {
-    return {o->columns, o->fp8->scale_inv + 4 * o->slot, o->type};
-}
 
 // Plain C: the code of a value that is scaled already, and the value of a code.
 inline uint8_t fp8_encode(float x, Fp8Type type) {

@@ -17,9 +17,9 @@
 #include "common.cuh"
 #include "cpu_gemm.h"
 #include "gelu.cuh"
+#include "matmul_product.cuh"
 #ifdef __CUDACC__
 #include "matmul_gelu.cuh"
-#include "matmul_plan.cuh"
 #endif
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
@@ -35,25 +35,13 @@ inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, co
     if (pre_gelu) gelu_forward_cpu(out, pre_gelu, N * OC);
 }
 
-// dinp: (N, C); dout: (N, OC); weight: (OC, C)
-inline void matmul_backward_input_cpu(float* dinp, const float* dout, const float* weight, int64_t N, int C, int OC) {
-    CpuGemm gemm = {N, C, OC, dout, OC, 1, weight, C, 1, dinp, false};
-    cpu_gemm(&gemm);
-}
-
 // dinp, pre_gelu: (N, C); dbias: (C); dout: (N, OC); weight: (OC, C)
 inline void matmul_backward_gelu_cpu(float* dinp, float* dbias, const float* dout, const float* weight,
                                      const float* pre_gelu, int64_t N, int C, int OC, bool accumulate) {
-    matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
+    CpuGemm gemm = {N, C, OC, dout, OC, 1, weight, C, 1, dinp, false};
+    cpu_gemm(&gemm);
     gelu_backward_inplace_cpu(dinp, pre_gelu, N * C);
     column_sum_cpu(dbias, dinp, N, C, accumulate);
-}
-
-// dweight: (OC, C); dout: (N, OC); inp: (N, C)
-inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const float* inp, int64_t N, int C, int OC,
-                                       bool accumulate) {
-    CpuGemm gemm = {OC, C, N, dout, 1, OC, inp, C, 1, dweight, accumulate};
-    cpu_gemm(&gemm);
 }
 
 // For matmul_backward_bias_kernel: the columns of dout per block, the blocks that fit on a multiprocessor, and the rows
@@ -75,13 +63,6 @@ inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
 }
 
 #ifdef __CUDACC__
-[[noreturn]] inline void matmul_unsupported(const char* product, int64_t N, int C, int OC) {
-    user_error(
-        "cuBLASLt has no algorithm for the %s of a linear layer with %lld rows, %d inputs and %d outputs; take "
-        "--channels and --heads that are multiples of 8",
-        product, (long long)N, C, OC);
-}
-
 // Grid (ceil(OC / (32 vectors)), slices), block (32, 8), OC a multiple of 8, any N: a lane sums one vector of columns
 // over every 8 * slices-th row; row `slice` of partial: (slices, OC) gets the block's sum. Deterministic.
 template <typename X>
@@ -136,7 +117,7 @@ void matmul_forward(const Device* dev, D* out, X* pre_gelu, const X* inp, const 
     }
     MatmulPointers pointers = {weight, inp, pre_gelu ? (void*)pre_gelu : out, bias, nullptr};
     if (!matmul_launch<X, D>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
-        matmul_unsupported("output", N, C, OC);
+        matmul_unsupported(N, OC, C);
     if (pre_gelu) gelu_forward(dev, (X*)out, pre_gelu, N * OC);
 #endif
 }
@@ -144,14 +125,8 @@ void matmul_forward(const Device* dev, D* out, X* pre_gelu, const X* inp, const 
 // dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
 template <typename X>
 void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, int64_t N, int C, int OC) {
-    if constexpr (std::is_same_v<X, float>) {
-        if (!dev->gpu) return matmul_backward_input_cpu(dinp, dout, weight, N, C, OC);
-    }
-#ifdef __CUDACC__
-    MatmulPointers pointers = {weight, dout, dinp, nullptr, nullptr};
-    if (!matmul_launch<X, X>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_N, C, N, OC, CUBLASLT_EPILOGUE_DEFAULT, false))
-        matmul_unsupported("input's gradient", N, C, OC);
-#endif
+    const MatmulProduct p = {N, C, OC, false, false, 1.0f, 0.0f, 1, 0.0f, false, true};
+    matmul_product<X, X>(dev, &p, dinp, dout, weight, nullptr);
 }
 
 // dweight: (OC, C) (+)= dout^T inp. dout: (N, OC); inp: (N, C). Adding to float loses one fp32 rounding; adding to bf16
@@ -159,14 +134,8 @@ void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* w
 template <typename X, typename G>
 void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const X* inp, int64_t N, int C, int OC,
                             bool accumulate) {
-    if constexpr (std::is_same_v<X, float>) {
-        if (!dev->gpu) return matmul_backward_weight_cpu(dweight, dout, inp, N, C, OC, accumulate);
-    }
-#ifdef __CUDACC__
-    MatmulPointers pointers = {inp, dout, dweight, nullptr, nullptr};
-    if (!matmul_launch<X, G>(dev, &pointers, CUBLAS_OP_N, CUBLAS_OP_T, C, OC, N, CUBLASLT_EPILOGUE_DEFAULT, accumulate))
-        matmul_unsupported("weight's gradient", N, C, OC);
-#endif
+    const MatmulProduct p = {OC, C, N, true, false, 1.0f, accumulate ? 1.0f : 0.0f, 1, 0.0f, false, true};
+    matmul_product<X, G>(dev, &p, dweight, dout, inp, dweight);
 }
 
 inline int64_t matmul_backward_bias_scratch_bytes(const Device* dev, int OC) {

@@ -329,6 +329,13 @@ inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const Mat
     return true;
 }
 
+[[noreturn]] inline void matmul_unsupported(int64_t rows, int64_t cols, int64_t depth) {
+    user_error(
+        "cuBLASLt has no algorithm for a product of %lld x %lld and %lld x %lld; take --channels and --heads that are "
+        "multiples of 8, or another --rule",
+        (long long)rows, (long long)depth, (long long)depth, (long long)cols);
+}
+
 // Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.
 template <typename X, typename D>
 bool matmul_launch(const Device* dev, const MatmulPointers* pointers, cublasOperation_t op_a, cublasOperation_t op_b,

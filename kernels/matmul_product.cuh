@@ -1,5 +1,5 @@
-// The optimizer's products of matrices. They are apart from matmul.cuh, so that files which multiply nothing else do
-// not compile its kernels.
+// Products of matrices without anything else: those of the optimizer, and of the backward pass. They are apart from
+// matmul.cuh, so that files which multiply nothing else do not compile its kernels.
 #pragma once
 #include <assert.h>
 
@@ -30,7 +30,7 @@ inline void matmul_product_cpu(const MatmulProduct* p, float* d, const float* a,
     const int64_t n = p->rows * p->cols;
     const bool begins = p->beta != 0.0f && p->alpha == 1.0f;
     for (int64_t i = 0; i < p->batch; i++, d += n, a += p->rows * p->depth, b += p->depth * p->cols) {
-        for (int64_t j = 0; begins && j < n; j++) d[j] = p->beta * c[j];
+        for (int64_t j = 0; begins && (c != d || p->beta != 1.0f) && j < n; j++) d[j] = p->beta * c[j];
         CpuGemm gemm = {p->rows,
                         p->cols,
                         p->depth,
@@ -65,10 +65,7 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
     }
     MatmulPointers pointers = {b, a, d, nullptr, nullptr};
     pointers.c = p->beta != 0.0f ? c : nullptr, pointers.alpha = p->alpha, pointers.batch = (int32_t)p->batch;
-    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta)) {
-        user_error("cuBLASLt has no algorithm for an optimizer's product of %lld x %lld x %lld; take another --rule",
-                   (long long)p->rows, (long long)p->cols, (long long)p->depth);
-    }
+    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta)) matmul_unsupported(p->rows, p->cols, p->depth);
 }
 
 // to = x rounded to TF32 or, with `rest`, what that leaves of x, rounded to TF32. Grid any, block 256.

@@ -295,7 +295,8 @@ void matmul_backward_input_case(Test* test, double* worst, const Device* dev, in
     Room room(dev);
     float* scratch = (float*)room.device<char>(matmul_backward_gelu_scratch_bytes(dev, N, C));
     double bound = kernel_bound<X>(dev, OC, 2.0 / sqrt(OC));
-    matmul_backward_input_cpu(dinp.want, d.host, weight.host, N, C, OC);
+    const Device cpu = test_device(false);
+    matmul_backward_input(&cpu, dinp.want, d.host, weight.host, N, C, OC);
     const auto plain = [&] { matmul_backward_input(dev, dinp.device, d.device, weight.device, N, C, OC); };
     check_outputs(test, worst, plain, {{"dinp", &dinp, bound}});
     // In bf16 the slope may come from the hardware's tanh, good to 2^-11; 0.5 x sqrt(2/pi) (1 + 0.134 x^2) makes up to
