@@ -15,6 +15,7 @@
 #include "attention.cuh"
 #ifdef __CUDACC__
 #include <cooperative_groups.h>
+#include "mma.cuh"
 #endif
 
 struct AttentionCache {
@@ -110,12 +111,15 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS* ATTENTION_DECODE_PAR
     const int part = BLOCKS > 1 ? blockIdx.x % BLOCKS : own_part;
     const int d = threadIdx.x % THREADS, group = d / LANES, lane = d % LANES;
     early_begin();
-    early_wait();
-    const int keys = at.position[row] + 1;
+    const int keys = __ldcg(at.position + row) + 1;  // not from an L1 cache, which may be older before the wait
     const X* own = qkv + (int64_t)row * 3 * C + head * HS + lane * size;
-    X* k = cache + ((int64_t)at.sequence[row] * NH + head) * at.T * HS + lane * size;
+    X* k = cache + ((int64_t)__ldcg(at.sequence + row) * NH + head) * at.T * HS + lane * size;
     X* v = k + (int64_t)at.S * at.T * C;
     const float scale = 1.0f / sqrtf((float)HS);
+    // The cache of earlier steps comes to the L2 cache while the kernels before are at work.
+    for (int j = part * GROUPS + group; j < keys; j += PARTS * GROUPS)
+        prefetch_l2(k + (int64_t)j * HS), prefetch_l2(v + (int64_t)j * HS);
+    early_wait();
     float q[size], largest = -INFINITY, sum = 0.0f, output[size] = {};
     vec_floats(q, load_vec(own));
     for (int begin = 0; begin < keys; begin += AHEAD * PARTS * GROUPS) {
@@ -180,8 +184,8 @@ void attention_decode_launch(const Device* dev, X* out, const X* qkv, X* cache, 
     constexpr int PARTS = ATTENTION_DECODE_PARTS;
     const int blocks = dev->compute >= 90 && R * NH < dev->sm_count ? PARTS : 1;
     launch_early(dev, blocks > 1 ? attention_decode_kernel<X, HS, PARTS> : attention_decode_kernel<X, HS, 1>,
-                 dim3(NH * blocks, R), ATTENTION_DECODE_THREADS * PARTS / blocks, blocks, out, qkv, cache, *at, C, NH,
-                 append);
+                 dim3(NH * blocks, R), ATTENTION_DECODE_THREADS * PARTS / blocks, blocks, 0, out, qkv, cache, *at, C,
+                 NH, append);
 }
 #endif
 
@@ -193,7 +197,7 @@ void attention_append(const Device* dev, X* cache, const X* qkv, const Attention
         return;
     }
 #ifdef __CUDACC__
-    launch_early(dev, attention_append_kernel<X>, R, 256, 1, cache, qkv, *at, C, NH);
+    launch_early(dev, attention_append_kernel<X>, R, 256, 1, 0, cache, qkv, *at, C, NH);
 #endif
 }
 

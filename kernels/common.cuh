@@ -404,10 +404,11 @@ inline const char* device_describe(const Device* dev, bool fp32) {
 // Launches a kernel that calls early_begin first, and early_wait before it reads or writes what a kernel before it
 // writes or reads. On Hopper, with dev->early, its blocks start while the kernel before is still at work ("programmatic
 // dependent launch"): the launch costs no time of its own, and loads that need not wait are under way. The kernel
-// before must not write what is loaded so; neither may an earlier one, unless a kernel without early_begin lies
-// between. cluster: blocks of a cluster, side by side in the grid's x; 1 before Hopper.
+// before must not write what is loaded so; neither may an earlier one, unless a kernel that was launched otherwise
+// comes after that one. cluster: blocks of a cluster, side by side in the grid's x; 1 before Hopper. shared: bytes of
+// dynamic shared memory, at most 48 KiB with the kernel's static ones.
 template <typename... Parameters, typename... Arguments>
-void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, int cluster,
+void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, int block, int cluster, int shared,
                   Arguments... arguments) {
     cudaLaunchAttribute attributes[2] = {};
     unsigned count = 0;
@@ -421,7 +422,7 @@ void launch_early(const Device* dev, void (*kernel)(Parameters...), dim3 grid, i
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = dim3(block), config.stream = dev->stream;
-    config.attrs = attributes, config.numAttrs = count;
+    config.dynamicSmemBytes = (size_t)shared, config.attrs = attributes, config.numAttrs = count;
     check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 

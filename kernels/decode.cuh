@@ -6,9 +6,10 @@
 // a text is the same with or without the cache, and with any other texts beside it. On the CPU the logits have the bits
 // of the training forward pass.
 //
-// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 7 L + 4
-// kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph, and a kernel begins
-// to load its weights before the one before it has ended (launch_early).
+// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. Its 5 L + 4
+// kernels (two more a layer in fp32 or with more than 8 rows) each take a few microseconds, so their launches are
+// recorded once as a CUDA graph, and a kernel begins to load its weights before the one before it has ended
+// (launch_early).
 //
 // Past the context length: positions are learned, so the cache is useless once the window moves. When a window of T
 // tokens is full, its older half is dropped and the rest computed again; so a text continues with T / 2 to T tokens of
@@ -36,9 +37,8 @@ enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, 
 // The caller's part of the work, as functions.
 struct DecodeCalls {
     void* context;
-    // Is called before a part of the weights is used: a layer, or L, the embeddings, or L + 1, the last layernorm. A
-    // layer and the next one must be there together, and so must the last layer and L + 1. NULL: all weights are always
-    // there.
+    // Is called before a part of the weights is used: a layer, or L, the embeddings, or L + 1, the last layernorm.
+    // L must stay there beside L + 1. NULL: all weights are always there.
     void (*need)(void* context, int part);
     // Is called when each of `count` texts has a new token: DECODE_END if it had ended before, DRAW_NOT_FINITE if its
     // logits are not finite, which ends all. It may end a text by writing DECODE_END, and ends all by returning false.
@@ -71,14 +71,14 @@ struct Decoder {
     // Laid out in `memory` by decode_layout. R is DECODE_ROWS.
     void* memory;
     bool own_memory;
-    void *residual, *normed, *attention, *branch;  // (R, C) of X
-    void *qkv, *wide;                              // (R, 3C), (R, 4C)
-    float *mean, *rstd;                            // (R)
-    float* logits;                                 // (S, Vp)
-    int* numbers;                                  // (5, R): token, sequence, position, sample, place in the text
-    int* drawn;                                    // (S)
-    char* cache;                                   // (L, 2, S, NH, T, HS)
-    int host[5][DECODE_ROWS];                      // of `numbers`
+    void *residual[2], *normed, *attention, *branch;  // (R, C) of X; a residual is read while the other is written
+    void *qkv, *wide;                                 // (R, 3C), (R, 4C)
+    float *mean, *rstd;                               // (R)
+    float* logits;                                    // (S, Vp)
+    int* numbers;                                     // (5, R): token, sequence, position, sample, place in the text
+    char* cache;                                      // (L, 2, S, NH, T, HS)
+    int host[5][DECODE_ROWS];                         // of `numbers`
+    int* drawn;                                       // (R), pinned host memory
 #ifdef __CUDACC__
     cudaGraphExec_t graph;  // of a step of graph_rows rows; NULL: none yet
     int graph_rows;
@@ -90,14 +90,14 @@ inline int64_t decode_layout(Decoder* d, char* base) {
     const DecodeShape* s = &d->shape;
     const int64_t R = DECODE_ROWS, C = s->C, element = d->fp32 ? 4 : 2;
     Layout layout = {base, 0};
-    for (void** rows : {&d->residual, &d->normed, &d->attention, &d->branch}) {
+    for (void** rows : {&d->residual[0], &d->residual[1], &d->normed, &d->attention, &d->branch}) {
         *rows = layout_take<char>(&layout, R * C * element);
     }
     d->qkv = layout_take<char>(&layout, R * 3 * C * element);
     d->wide = layout_take<char>(&layout, R * 4 * C * element);
     d->mean = layout_take<float>(&layout, R), d->rstd = layout_take<float>(&layout, R);
     d->logits = layout_take<float>(&layout, (int64_t)d->S * s->Vp);
-    d->numbers = layout_take<int>(&layout, 5 * R), d->drawn = layout_take<int>(&layout, R);
+    d->numbers = layout_take<int>(&layout, 5 * R);
     d->cache = layout_take<char>(&layout, s->L * attention_cache_elements(d->S, s->T, s->C) * element);
     return layout.used;
 }
@@ -115,10 +115,6 @@ inline int decode_sequences(const DecodeShape* shape, bool fp32, int64_t max, in
     return S;
 }
 
-inline const void* decode_tensor(const Decoder* d, int layer, int which) {
-    return d->tensor[2 + layer * DECODE_TENSORS + which];
-}
-
 inline void decode_need(const Decoder* d, int part) {
     if (d->calls.need) d->calls.need(d->calls.context, part);
 }
@@ -133,6 +129,7 @@ inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape,
     d->tensor = tensors;
     d->own_memory = !memory;
     d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
+    d->drawn = (int*)host_alloc(dev, DECODE_ROWS * (int64_t)sizeof(int), "tokens");
     decode_layout(d, (char*)d->memory);
 }
 
@@ -140,48 +137,53 @@ inline void decode_close(Decoder* d) {
 #ifdef __CUDACC__
     if (d->graph) check(cudaGraphExecDestroy(d->graph));
 #endif
+    host_free(d->dev, d->drawn);
     if (d->own_memory) device_free(d->dev, d->memory);
 }
 
-// out: (R, OC) = the linear layer whose weights and bias are tensors `weight` and `weight` + 1 of block l.
-template <typename X>
-void decode_linear(const Decoder* d, void* out, const void* inp, int l, int weight, bool gelu, int R, int C, int OC) {
-    matmul_rows<X, X>(d->dev, (X*)out, (const X*)inp, (const X*)decode_tensor(d, l, weight),
-                      (const X*)decode_tensor(d, l, weight + 1), gelu, R, C, OC);
+// out: (R, OC) = the linear layer whose weights are tensor `weight`. Its bias is the next one; the head, tensor 0, has
+// none.
+template <typename X, typename D = X>
+void decode_linear(const Decoder* d, void* out, const void* inp, int weight, bool gelu, int R, int C, int OC,
+                   const RowsNorm<X>& norm = {}) {
+    const void* bias = weight > 0 ? d->tensor[weight + 1] : nullptr;
+    matmul_rows<X, D>(d->dev, (D*)out, (const X*)inp, (const X*)d->tensor[weight], (const X*)bias, gelu, R, C, OC,
+                      norm);
 }
 
-// residual += branch, normed = layernorm(residual), with the weights and the bias at tensor[at].
+// The layernorm whose weight and bias are tensors at and at + 1. adds: of a residual and the branch, whose sum goes to
+// the other residual, `sum`.
 template <typename X>
-void decode_layernorm(const Decoder* d, int at, int R) {
-    residual_layernorm_forward<X>(d->dev, (X*)d->residual, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
-                                  (const X*)d->branch, (const X*)d->tensor[at], (const X*)d->tensor[at + 1], R,
-                                  d->shape.C);
+RowsNorm<X> decode_norm(const Decoder* d, int at, bool adds, void* sum) {
+    RowsNorm<X> norm = {};
+    norm.branch = adds ? (const X*)d->branch : nullptr, norm.sum = (X*)sum;
+    norm.weight = (const X*)d->tensor[at], norm.bias = (const X*)d->tensor[at + 1];
+    norm.normed = (X*)d->normed, norm.mean = d->mean, norm.rstd = d->rstd;
+    return norm;
 }
 
-// Computes `normed`, the output of the last layernorm, of the R rows that `numbers` describes, and caches their keys
-// and values. apart: each row is of another sequence.
+// Computes the R rows that `numbers` describes up to the last layernorm, and caches their keys and values. Then
+// residual[1] and `branch` are to be added. apart: each row is of another sequence.
 template <typename X>
 void decode_rows(const Decoder* d, int R, bool apart) {
     const DecodeShape* s = &d->shape;
     const int C = s->C;
     const AttentionCache at = {d->S, s->T, d->numbers + DECODE_ROWS, d->numbers + 2 * DECODE_ROWS};
     decode_need(d, s->L);
-    embedding_forward<X>(d->dev, (X*)d->residual, d->numbers, (const X*)d->tensor[0], (const X*)d->tensor[1], 1, R, C,
-                         d->numbers + 2 * DECODE_ROWS);
-    decode_need(d, 0);
-    layernorm_forward<X>(d->dev, (X*)d->normed, d->mean, d->rstd, (const X*)d->residual,
-                         (const X*)decode_tensor(d, 0, LN1W), (const X*)decode_tensor(d, 0, LN1B), R, C);
+    embedding_forward<X>(d->dev, (X*)d->residual[0], d->numbers, (const X*)d->tensor[0], (const X*)d->tensor[1], 1, R,
+                         C, d->numbers + 2 * DECODE_ROWS);
     for (int l = 0; l < s->L; l++) {
         X* cache = (X*)d->cache + l * attention_cache_elements(d->S, s->T, C);
-        decode_linear<X>(d, d->qkv, d->normed, l, QKVW, false, R, C, 3 * C);
+        const int block = 2 + l * DECODE_TENSORS;
+        const RowsNorm<X> first = decode_norm<X>(d, block + LN1W, l > 0, d->residual[0]),
+                          second = decode_norm<X>(d, block + LN2W, true, d->residual[1]);
+        decode_need(d, l);
+        decode_linear<X>(d, d->qkv, d->residual[l > 0], block + QKVW, false, R, C, 3 * C, first);
         if (!apart) attention_append<X>(d->dev, cache, (const X*)d->qkv, &at, R, C, s->NH);
         attention_decode<X>(d->dev, (X*)d->attention, (const X*)d->qkv, cache, &at, R, C, s->NH, apart);
-        decode_linear<X>(d, d->branch, d->attention, l, PROJW, false, R, C, C);
-        decode_layernorm<X>(d, 2 + l * DECODE_TENSORS + LN2W, R);
-        decode_linear<X>(d, d->wide, d->normed, l, FCW, true, R, C, 4 * C);
-        decode_linear<X>(d, d->branch, d->wide, l, FCPROJW, false, R, 4 * C, C);
-        decode_need(d, l + 1 < s->L ? l + 1 : s->L + 1);
-        decode_layernorm<X>(d, 2 + (l + 1) * DECODE_TENSORS, R);  // behind the last block lies the last layernorm
+        decode_linear<X>(d, d->branch, d->attention, block + PROJW, false, R, C, C);
+        decode_linear<X>(d, d->wide, d->residual[0], block + FCW, true, R, C, 4 * C, second);
+        decode_linear<X>(d, d->branch, d->wide, block + FCPROJW, false, R, 4 * C, C);
     }
 }
 
@@ -189,10 +191,10 @@ void decode_rows(const Decoder* d, int R, bool apart) {
 template <typename X>
 void decode_and_draw(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
+    const RowsNorm<X> last = decode_norm<X>(d, 2 + s->L * DECODE_TENSORS, true, d->residual[0]);
     decode_rows<X>(d, R, true);
-    decode_need(d, s->L);
-    matmul_rows<X, float>(d->dev, d->logits, (const X*)d->normed, (const X*)d->tensor[0], nullptr, false, R, s->C,
-                          s->Vp);
+    decode_need(d, s->L + 1), decode_need(d, s->L);
+    decode_linear<X, float>(d, d->logits, d->residual[1], 0, false, R, s->C, s->Vp, last);
     draw(d->dev, d->drawn, d->logits, d->numbers + 3 * DECODE_ROWS, d->numbers + 4 * DECODE_ROWS, &d->draw, R, s->V,
          s->Vp);
 }
@@ -250,23 +252,25 @@ inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
 // Adds up to `length` tokens to each of `count` texts, at most d->S. False if calls.next ended all, or logits that are
 // not finite did, which also clear d->finite.
 inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
-    int drawn[DECODE_ROWS];
     bool goes_on = true, all_ended = false;
     for (int64_t i = 0; i < length && goes_on && !all_ended; i++) {
         for (int r = 0; r < count; r++) {
             if (!texts[r].ended) decode_fill(d, &texts[r], r);
         }
         for (int r = 0; r < count; r++) decode_set(d, r, &texts[r], r, texts[r].used - 1);
-        copy_to_device(d->dev, d->numbers, d->host, sizeof(d->host));
+        // Waiting here would cost more than the copy; the wait below comes before the next change of d->host.
+        if (d->dev->gpu)
+            check(cudaMemcpyAsync(d->numbers, d->host, sizeof(d->host), cudaMemcpyDefault, d->dev->stream));
+        if (!d->dev->gpu) memcpy(d->numbers, d->host, sizeof(d->host));
         decode_step(d, count);
-        copy_to_host(d->dev, drawn, d->drawn, count * (int64_t)sizeof(int));
-        for (int r = 0; r < count; r++) drawn[r] = texts[r].ended ? DECODE_END : drawn[r];
-        goes_on = d->calls.next(d->calls.context, drawn, count);
+        device_sync(d->dev);
+        for (int r = 0; r < count; r++) d->drawn[r] = texts[r].ended ? DECODE_END : d->drawn[r];
+        goes_on = d->calls.next(d->calls.context, d->drawn, count);
         all_ended = true;
         for (int r = 0; r < count; r++) {
-            d->finite = d->finite && drawn[r] != DRAW_NOT_FINITE;
-            texts[r].ended = texts[r].ended || drawn[r] < 0;
-            if (!texts[r].ended) texts[r].tokens[texts[r].used++] = drawn[r];
+            d->finite = d->finite && d->drawn[r] != DRAW_NOT_FINITE;
+            texts[r].ended = texts[r].ended || d->drawn[r] < 0;
+            if (!texts[r].ended) texts[r].tokens[texts[r].used++] = d->drawn[r];
             all_ended = all_ended && texts[r].ended;
         }
         goes_on = goes_on && d->finite;

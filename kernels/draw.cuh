@@ -9,10 +9,10 @@
 // The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for that
 // logit uses integers that have the order of the logits: the CPU finds 8 bits per round by counting, the GPU one bit.
 //
-// GPU: a block for each row reads it twice. First each thread finds the largest of its logits. The k-th largest of
-// these is not above the k-th largest of all, since k different logits reach it; so only the logits that reach it, not
-// many more than k, are kept, one for a thread, and searched. With k above DRAW_SHORT or very many equal logits, each
-// of 32 rounds reads the row.
+// GPU: a block for each row reads it twice, some vectors a thread at a time. First each thread finds the largest of its
+// logits. The k-th largest of these is not above the k-th largest of all, since k different logits reach it; so only
+// the logits that reach it, not many more than k, are kept, one for a thread, and searched. With k above DRAW_SHORT or
+// very many equal logits, each of 32 rounds reads the row.
 #pragma once
 #include <float.h>
 #include <limits.h>
@@ -89,6 +89,22 @@ inline void draw_cpu(int* tokens, const float* logits, const int* samples, const
 }
 
 #ifdef __CUDACC__
+// Calls visit(logit, token) for each of this thread's share of a row, in order of the tokens.
+template <typename Visit>
+__device__ inline void draw_walk(const float* row, int V, const Visit& visit) {
+    constexpr int size = Vec<float>::size, step = size * DRAW_THREADS, AHEAD = 4;  // vectors in flight
+    for (int begin = size * threadIdx.x; begin < V; begin += AHEAD * step) {
+        Vec<float> x[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) x[i] = load_vec(row + (begin + i * step < V ? begin + i * step : begin));
+#pragma unroll
+        for (int i = 0; i < AHEAD * size; i++) {
+            const int v = begin + i / size * step + i % size;
+            if (v < V) visit(x[i / size].lane[i % size], v);
+        }
+    }
+}
+
 // The largest number that at least k keys reach, by a block: count(t) of all its threads is the number of keys >= t.
 template <typename Count>
 __device__ inline uint32_t draw_search(const Count& count, int64_t k) {
@@ -108,11 +124,11 @@ __device__ inline bool draw_short_list(const float* row, int V, int64_t k, uint3
     if (threadIdx.x == 0) length = 0;
     __syncthreads();
     // Most threads have nothing to add, and the order of the list does not matter.
-    for (int v = threadIdx.x; v < V && largest >= bound; v += blockDim.x) {
-        if (draw_key(row[v]) < bound) continue;
+    draw_walk(row, largest >= bound ? V : 0, [&](float logit, int v) {
+        if (draw_key(logit) < bound) return;
         const int at = atomicAdd(&length, 1);
         if (at < DRAW_THREADS) list[at] = v;
-    }
+    });
     __syncthreads();
     *token = (int)threadIdx.x < length ? list[threadIdx.x] : -1;
     return length <= DRAW_THREADS;
@@ -124,6 +140,17 @@ struct DrawBest {
     int token;
 };
 
+// The best of a thread's tokens whose keys reach `bound`.
+template <typename Score>
+__device__ inline DrawBest draw_best(const float* row, int V, uint32_t bound, const Score& score) {
+    DrawBest best = {-INFINITY, INT_MAX};
+    for (int v = threadIdx.x; v < V; v += DRAW_THREADS) {  // not draw_walk: scores take longer than loads
+        const double own = draw_key(row[v]) >= bound ? score(row[v], v) : -INFINITY;
+        if (own > best.score) best = {own, v};
+    }
+    return best;
+}
+
 // The best of a thread's tokens among the k likeliest of a row. k > 0, temperature > 0.
 template <typename Score>
 __device__ inline DrawBest draw_likeliest(const float* row, int V, int64_t k, uint32_t largest, const Score& score) {
@@ -132,68 +159,48 @@ __device__ inline DrawBest draw_likeliest(const float* row, int V, int64_t k, ui
         const uint32_t key = own >= 0 ? draw_key(row[own]) : 0;
         const uint32_t kth = draw_search([&](uint32_t t) { return __syncthreads_count(key >= t); }, k);
         if (key < kth) return {-INFINITY, INT_MAX};
-        return {score(own), own};
+        return {score(row[own], own), own};
     }
     const auto in_row = [&](uint32_t t) {
-        __shared__ int count;
         int own = 0;
-#pragma unroll 8
-        for (int v = threadIdx.x; v < V; v += blockDim.x) own += draw_key(row[v]) >= t;
-        for (int half = 16; half > 0; half /= 2) own += __shfl_xor_sync(0xffffffffu, own, half);
-        __syncthreads();  // the last round's count has been read
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        if (threadIdx.x % 32 == 0) atomicAdd(&count, own);
-        __syncthreads();
-        return count;
+        draw_walk(row, V, [&](float logit, int) { own += draw_key(logit) >= t; });
+        return block_sum((float)own);  // exact: V is below 2^24
     };
-    const uint32_t kth = draw_search(in_row, k);
-    DrawBest best = {-INFINITY, INT_MAX};
-    for (int v = threadIdx.x; v < V; v += blockDim.x) {
-        if (draw_key(row[v]) < kth) continue;
-        const double its = score(v);
-        if (its > best.score) best = {its, v};
-    }
-    return best;
+    return draw_best(row, V, draw_search(in_row, k), score);
 }
 
-// Grid R, block DRAW_THREADS; any V. Deterministic.
+// Grid R, block DRAW_THREADS; any V, Vp a multiple of 4. Deterministic.
 __global__ static void __launch_bounds__(DRAW_THREADS)
     draw_kernel(int* tokens, const float* logits, const int* samples, const int* places, DrawOptions o, int V, int Vp) {
-    __shared__ double scores[DRAW_THREADS];
-    __shared__ int winners[DRAW_THREADS];
+    __shared__ DrawBest all[DRAW_THREADS];
     const float* row = logits + (int64_t)blockIdx.x * Vp;
     const double temperature = o.top_k == 1 ? 0 : o.temperature;
-    const auto score = [&](int v) {
-        return draw_score(row[v], temperature, o.seed, samples[blockIdx.x], places[blockIdx.x], v);
-    };
+    early_begin();
+    const int sample = __ldcg(samples + blockIdx.x), place = __ldcg(places + blockIdx.x);
+    early_wait();
+    const auto score = [&](float logit, int v) { return draw_score(logit, temperature, o.seed, sample, place, v); };
     bool bad = false;
     uint32_t largest = 0;
-#pragma unroll 8
-    for (int v = threadIdx.x; v < V; v += blockDim.x) {
-        bad = bad || !(fabsf(row[v]) <= FLT_MAX);
-        largest = max(largest, draw_key(row[v]));
-    }
+    draw_walk(row, V, [&](float logit, int) {
+        bad = bad || !(fabsf(logit) <= FLT_MAX);
+        largest = max(largest, draw_key(logit));
+    });
     bad = __syncthreads_or(bad);
     DrawBest best = {-INFINITY, INT_MAX};
     if (!bad && temperature != 0 && o.top_k > 0 && o.top_k < V) {
         best = draw_likeliest(row, V, o.top_k, largest, score);
-    } else {
-        for (int v = threadIdx.x; v < V && !bad; v += blockDim.x) {
-            const double own = score(v);
-            if (own > best.score) best = {own, v};
-        }
+    } else if (!bad) {
+        best = draw_best(row, V, 0, score);
     }
-    scores[threadIdx.x] = best.score, winners[threadIdx.x] = best.token;
-    __syncthreads();
+    all[threadIdx.x] = best;
     for (int half = DRAW_THREADS / 2; half > 0; half /= 2) {
-        const int other = threadIdx.x + half;
-        if ((int)threadIdx.x < half && (scores[other] > scores[threadIdx.x] || (scores[other] == scores[threadIdx.x] &&
-                                                                                winners[other] < winners[threadIdx.x])))
-            scores[threadIdx.x] = scores[other], winners[threadIdx.x] = winners[other];
         __syncthreads();
+        if ((int)threadIdx.x >= half) continue;
+        const DrawBest other = all[threadIdx.x + half];
+        const bool earlier = other.score == best.score && other.token < best.token;
+        if (other.score > best.score || earlier) all[threadIdx.x] = best = other;
     }
-    if (threadIdx.x == 0) tokens[blockIdx.x] = bad ? DRAW_NOT_FINITE : winners[0];
+    if (threadIdx.x == 0) tokens[blockIdx.x] = bad ? DRAW_NOT_FINITE : best.token;
 }
 #endif
 
@@ -203,6 +210,6 @@ inline void draw(const Device* dev, int* tokens, const float* logits, const int*
                  const DrawOptions* o, int R, int V, int Vp) {
     if (!dev->gpu) return draw_cpu(tokens, logits, samples, places, o, R, V, Vp);
 #ifdef __CUDACC__
-    launch_kernel(dev, draw_kernel, R, DRAW_THREADS, 0, tokens, logits, samples, places, *o, V, Vp);
+    launch_early(dev, draw_kernel, R, DRAW_THREADS, 1, 0, tokens, logits, samples, places, *o, V, Vp);
 #endif
 }

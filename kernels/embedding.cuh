@@ -54,6 +54,7 @@ inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, 
 template <typename X>
 __global__ void embedding_forward_kernel(X* out, const int* tokens, const X* wte, const X* wpe, int T, int C,
                                          const int* positions) {
+    early_begin();
     int64_t position = blockIdx.x;
     const X* token_row = wte + (int64_t)tokens[position] * C;
     const X* position_row = wpe + (positions ? positions[position] : position % T) * C;

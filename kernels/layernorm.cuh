@@ -139,6 +139,39 @@ __device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, V
     return round_vec<X>(x);
 }
 
+// The row of a warp, C elements: x = inp1 + inp2, its lanes' vectors, and their mean and rstd. inp2 may be NULL, and so
+// may `residual`, to which x is written where there is an inp2.
+template <typename X, int VECS>
+__device__ inline void layernorm_row(Vec<X> (&x)[VECS], float* mean, float* rstd, X* residual, const X* inp1,
+                                     const X* inp2, int C) {
+    constexpr int size = Vec<X>::size;
+    int lane = threadIdx.x % 32, vecs = C / size;
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) x[v] = load_vec(inp1 + (lane + 32 * v) * size);
+    if (inp2) {
+        Vec<X> y[VECS];
+#pragma unroll
+        for (int v = 0; v < VECS; v++)
+            if (lane + 32 * v < vecs) y[v] = load_vec(inp2 + (lane + 32 * v) * size);
+#pragma unroll
+        for (int v = 0; v < VECS; v++) {
+            if (lane + 32 * v >= vecs) continue;
+            x[v] = layernorm_add(x[v], y[v]);
+            if (residual) store_vec(residual + (lane + 32 * v) * size, x[v]);
+        }
+    }
+    float sum = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) sum += layernorm_vec_sum(x[v]);
+    *mean = warp_sum(sum) / C;
+#pragma unroll
+    for (int v = 0; v < VECS; v++)
+        if (lane + 32 * v < vecs) square += layernorm_vec_square(x[v], *mean);
+    *rstd = 1.0f / sqrtf(warp_sum(square) / C + LAYERNORM_EPS);
+}
+
 // A vector of the result: as X to out, or with CODES as codes, of the same rounded values.
 template <typename X, bool CODES>
 __device__ inline void layernorm_put(X* out, const Fp8Codes& codes, int64_t at, Vec<X> vec, float scale,
@@ -167,33 +200,11 @@ __global__ void __launch_bounds__(256, VECS <= 4   ? 5
     if (!CODES && row >= N) return;
     const float scale = CODES ? *codes.scale : 1.0f;
     Fp8Stats stats = {};
-    int lane = threadIdx.x % 32, vecs = C / size;
-    int64_t base = row * C;
+    const int lane = threadIdx.x % 32;
+    const int64_t base = row * C;
     Vec<X> x[VECS];
-#pragma unroll
-    for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) x[v] = load_vec(inp1 + base + (lane + 32 * v) * size);
-    if (inp2) {
-        Vec<X> y[VECS];
-#pragma unroll
-        for (int v = 0; v < VECS; v++)
-            if (lane + 32 * v < vecs) y[v] = load_vec(inp2 + base + (lane + 32 * v) * size);
-#pragma unroll
-        for (int v = 0; v < VECS; v++) {
-            if (lane + 32 * v >= vecs) continue;
-            x[v] = layernorm_add(x[v], y[v]);
-            store_vec(residual + base + (lane + 32 * v) * size, x[v]);
-        }
-    }
-    float sum = 0.0f, square = 0.0f;
-#pragma unroll
-    for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) sum += layernorm_vec_sum(x[v]);
-    float m = warp_sum(sum) / C;
-#pragma unroll
-    for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) square += layernorm_vec_square(x[v], m);
-    float r = 1.0f / sqrtf(warp_sum(square) / C + LAYERNORM_EPS);
+    float m, r;
+    layernorm_row<X, VECS>(x, &m, &r, residual + base, inp1 + base, inp2 ? inp2 + base : nullptr, C);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
         int c = (lane + 32 * v) * size;
@@ -478,11 +489,11 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
                       : lane_vecs == 5 ? layernorm_forward_kernel<X, 5, CODES>
                       : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7, CODES>
                                        : layernorm_forward_kernel<X, 8, CODES>;
-        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, 1, residual, out, mean, rstd, inp1, inp2, weight, bias,
-                     N, C, codes);
+        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, 1, 0, residual, out, mean, rstd, inp1, inp2, weight,
+                     bias, N, C, codes);
     } else {
-        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, 1, residual, out, mean, rstd, inp1,
-                     inp2, weight, bias, C, codes);
+        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, 1, 0, residual, out, mean, rstd,
+                     inp1, inp2, weight, bias, C, codes);
     }
 }
 

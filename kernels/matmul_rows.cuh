@@ -13,15 +13,31 @@
 // order if both operands take the same: thread t of four holds k = 8t .. 8t + 7 of each 32, one load of 16 bytes, which
 // feeds two instructions. The eight warps of a block share the k of its outputs, and their sums are added in the order
 // of the warps. fp32: a warp computes one element.
+//
+// Few rows cost less than the way from one kernel to the next. So where inp is a layernorm's output, each block
+// computes it for itself, as layernorm_forward_kernel does, and all that does not depend on other kernels' work is
+// loaded before the wait for them.
 #pragma once
 #include <assert.h>
 
 #include "common.cuh"
 #include "gelu.cuh"
+#include "layernorm.cuh"
 #include "matmul.cuh"
 #ifdef __CUDACC__
 #include "mma.cuh"
 #endif
+
+// A layernorm before the linear layer: what is multiplied is layernorm(inp + branch). All NULL: there is none.
+template <typename X>
+struct RowsNorm {
+    const X* branch;         // (N, C), or NULL: nothing is added
+    const X *weight, *bias;  // (C)
+    // (N, C): `sum` gets inp + branch where there is a branch; it is not inp, which other blocks still read. `normed`,
+    // and mean and rstd, (N), are used only if a kernel of its own normalises.
+    X *sum, *normed;
+    float *mean, *rstd;
+};
 
 constexpr int MATMUL_ROWS_CHAINS = 8;  // outputs at a time: the chains hide each other's latency
 constexpr int MATMUL_ROWS_FEW = 4;     // with more rows matmul_forward_cpu is faster
@@ -46,23 +62,61 @@ inline void matmul_rows_cpu(float* out, const float* inp, const float* weight, c
 constexpr int MATMUL_ROWS_WARPS = 8;
 constexpr int MATMUL_ROWS_DEPTH = 32;  // k of a warp's load
 
+// Normalises N rows of inp, a warp each, to `memory`, behind the layernorm's weight and bias, which have been copied
+// there asynchronously. The first block writes the sums. The bits are those of layernorm_forward_kernel.
+template <int VECS>
+__device__ inline void matmul_rows_normalise(bf16* memory, const bf16* inp, const RowsNorm<bf16>& norm, int N, int C) {
+    const int64_t row = threadIdx.x / 32, base = row * C;
+    Vec<bf16> x[VECS];
+    float mean, rstd;
+    copy_async_wait<0>();
+    __syncthreads();
+    early_wait();
+    if (row < N) {
+        layernorm_row<bf16, VECS>(x, &mean, &rstd, blockIdx.x == 0 ? norm.sum + base : nullptr, inp + base,
+                                  norm.branch ? norm.branch + base : nullptr, C);
+#pragma unroll
+        for (int v = 0; v < VECS; v++) {
+            const int c = (threadIdx.x % 32 + 32 * v) * 8;
+            if (c >= C) break;
+            const Vec<bf16> weight = load_vec(memory + c), bias = load_vec(memory + C + c);
+            store_vec(memory + 2 * C + base + c, layernorm_vec_out(x[v], mean, rstd, weight, bias));
+        }
+    }
+    __syncthreads();
+}
+
 // Grid (OC / (16 BANDS), ceil(N / (8 TILES))), block 256, C a multiple of 32, OC of 16 BANDS; N any. AHEAD: loads of
-// each operand under way. Deterministic; the order of a sum depends on C alone. D: float or bf16.
-template <typename D, int TILES, int BANDS, int AHEAD>
-__global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
-    matmul_rows_kernel(D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu, int N, int C, int OC) {
+// each operand under way. VECS: if not 0, the rows are normalised, TILES is 1, N at most MATMUL_ROWS_WARPS, C at most
+// 256 VECS, dynamic shared memory (2 + N) C elements. Deterministic; the order of a sum depends on C alone. D: float or
+// bf16.
+template <typename D, int TILES, int BANDS, int AHEAD, int VECS>
+__global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS, AHEAD < 8 && VECS < 8 ? 2 : 1)
+    matmul_rows_kernel(D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu, int N, int C, int OC,
+                       RowsNorm<bf16> norm) {
+    extern __shared__ __align__(16) bf16 matmul_rows_shared[];
     __shared__ float partial[MATMUL_ROWS_WARPS][TILES][4][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first = blockIdx.y * 8 * TILES;  // row of inp
     const bf16* outputs = weight + ((int64_t)blockIdx.x * 16 * BANDS + g) * C + 8 * t;
-    const bf16* rows = inp + ((int64_t)first + g) * C + 8 * t;
+    const bf16* rows = (VECS ? matmul_rows_shared + 2 * C : inp + (int64_t)first * C) + g * C + 8 * t;
     constexpr int step = MATMUL_ROWS_WARPS * MATMUL_ROWS_DEPTH;
     const auto load = [&](const bf16* from, int row, int k, bool there) {
         return there ? *reinterpret_cast<const uint4*>(from + (int64_t)row * C + k) : make_uint4(0, 0, 0, 0);
     };
     float sum[BANDS][TILES][4] = {};
+    bf16 added[BANDS] = {};
     early_begin();
-    for (int begin = warp * MATMUL_ROWS_DEPTH; begin < C; begin += AHEAD * step) {
+    for (int b = 0; b < BANDS && bias; b++) added[b] = bias[(blockIdx.x * BANDS + b) * 16 + threadIdx.x % 16];
+    if constexpr (VECS > 0) {
+        for (int c = 8 * threadIdx.x; c < C; c += 8 * blockDim.x)
+            copy_async(matmul_rows_shared + c, norm.weight + c), copy_async(matmul_rows_shared + C + c, norm.bias + c);
+        copy_async_commit();
+    }
+    int begin = warp * MATMUL_ROWS_DEPTH;
+    for (int k = begin + AHEAD * step; k < C && BANDS == 1; k += step)
+        prefetch_l2(outputs + k), prefetch_l2(outputs + (int64_t)8 * C + k);
+    do {
         uint4 w[AHEAD][BANDS][2], x[AHEAD][TILES];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -70,6 +124,8 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
 #pragma unroll
             for (int b = 0; b < 2 * BANDS; b++) w[i][b / 2][b % 2] = load(outputs, 8 * b, k, k < C);
         }
+        if constexpr (VECS > 0)
+            if (begin < step) matmul_rows_normalise<VECS>(matmul_rows_shared, inp, norm, N, C);
         early_wait();  // the weights need not wait for the kernel that makes inp
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -92,8 +148,8 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
                 }
             }
         }
-    }
-    early_wait();
+        begin += AHEAD * step;
+    } while (begin < C);
 #pragma unroll
     for (int b = 0; b < BANDS; b++) {
         if (b > 0) __syncthreads();  // the sums of the band before have been read
@@ -107,7 +163,7 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
             float total = 0.0f;
             for (int part = 0; part < MATMUL_ROWS_WARPS; part++) total += partial[part][row / 8][i][from];
             const int column = (blockIdx.x * BANDS + b) * 16 + o;
-            if (bias) total += to_float(bias[column]);
+            if (bias) total += to_float(added[b]);
             if (gelu) total = gelu_value<bf16>(total);
             if (first + row < N) out[(int64_t)(first + row) * OC + column] = from_float<D>(total);
         }
@@ -130,35 +186,21 @@ __global__ static void __launch_bounds__(256) matmul_rows_fp32_kernel(float* out
     if (gelu) sum = gelu_value<float>(sum);
     out[(int64_t)blockIdx.y * OC + column] = sum;
 }
-
-template <typename D, int TILES, int BANDS, int AHEAD>
-void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
-                        int N, int C, int OC) {
-    dim3 grid(OC / (16 * BANDS), (unsigned)ceil_div(N, 8 * TILES));
-    launch_early(dev, matmul_rows_kernel<D, TILES, BANDS, AHEAD>, grid, 32 * MATMUL_ROWS_WARPS, 1, out, inp, weight,
-                 bias, gelu, N, C, OC);
-}
-
-// Chooses a variant. The speed of one row depends on the loads in flight. Up to 64 rows are read, through the L2 cache,
-// by every block that computes outputs of them: few rows per block keep all multiprocessors busy; if there are enough
-// outputs for that (the head), many rows and outputs per block read least.
-template <typename D>
-void matmul_rows_choose(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
-                        int N, int C, int OC) {
-    const bool wide = ceil_div(N, 64) * (OC / 32) >= 2 * dev->sm_count;
-    const auto launch = N <= 8 ? matmul_rows_launch<D, 1, 1, 4>
-                        : wide ? matmul_rows_launch<D, 8, 2, 1>
-                               : matmul_rows_launch<D, 2, 1, 4>;
-    launch(dev, out, inp, weight, bias, gelu, N, C, OC);
-}
 #endif
 
-// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C); weight: (OC, C); bias: (OC) or NULL. D is X, or float for
-// logits. C and OC are multiples of 64.
+// out: (N, OC) = inp W^T + bias, or gelu of it. inp: (N, C), after `norm`; weight: (OC, C); bias: (OC) or NULL. D is X,
+// or float for logits. C and OC are multiples of 64.
 template <typename X, typename D>
 void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const X* bias, bool gelu, int N, int C,
-                 int OC) {
+                 int OC, RowsNorm<X> norm = {}) {
     assert(C % 64 == 0 && OC % 64 == 0);
+    // With more outputs, many blocks a multiprocessor would normalise one after another.
+    const bool alone = std::is_same_v<X, float> || N > 8 || C > 2048 || OC > 64 * dev->sm_count;
+    if (norm.weight && alone) {
+        residual_layernorm_forward(dev, norm.sum, norm.normed, norm.mean, norm.rstd, inp, norm.branch, norm.weight,
+                                   norm.bias, N, C);
+        inp = norm.normed, norm = {};
+    }
     if constexpr (std::is_same_v<X, float>) {
         const bool few = N <= MATMUL_ROWS_FEW;
         if (!dev->gpu && few) matmul_rows_cpu(out, inp, weight, bias, N, C, OC);
@@ -171,7 +213,18 @@ void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const
         dim3 grid(OC / 8, N);
         launch_kernel(dev, matmul_rows_fp32_kernel, grid, 256, 0, (float*)out, inp, weight, bias, gelu, C, OC);
     } else {
-        matmul_rows_choose(dev, out, inp, weight, bias, gelu, N, C, OC);
+        // The speed of one row depends on the loads in flight, most of all on those before the wait. Up to 64 rows are
+        // read, through the L2 cache, by every block that computes outputs of them: few rows per block keep all
+        // multiprocessors busy; if there are enough outputs for that (the head), many rows and outputs per block read
+        // least.
+        const bool few = N <= 8, wide = !few && ceil_div(N, 64) * (OC / 32) >= 2 * dev->sm_count, deep = C > 1024;
+        const auto kernel = norm.weight ? deep ? matmul_rows_kernel<D, 1, 1, 4, 8> : matmul_rows_kernel<D, 1, 1, 4, 4>
+                            : few ? deep ? matmul_rows_kernel<D, 1, 1, 8, 0> : matmul_rows_kernel<D, 1, 1, 4, 0>
+                            : wide ? matmul_rows_kernel<D, 8, 2, 1, 0>
+                                        : matmul_rows_kernel<D, 2, 1, 4, 0>;
+        dim3 grid(OC / (wide ? 32 : 16), (unsigned)ceil_div(N, few ? 8 : wide ? 64 : 16));
+        launch_early(dev, kernel, grid, 32 * MATMUL_ROWS_WARPS, 1, norm.weight ? (2 + N) * C * (int)sizeof(X) : 0, out,
+                     inp, weight, bias, gelu, N, C, OC, norm);
     }
 #endif
 }

@@ -1,6 +1,6 @@
-// Instructions of sm_80 and later that C++ has no name for: asynchronous copies to shared memory, matrices from shared
-// memory to registers, and the matrix product of a warp. Shared memory is addressed by its 32-bit address; "memory"
-// keeps the compiler from moving loads of shared memory across the waits.
+// Instructions of sm_80 and later that C++ has no name for: asynchronous copies to shared memory and to the L2 cache,
+// matrices from shared memory to registers, and the matrix product of a warp. Shared memory is addressed by its 32-bit
+// address; "memory" keeps the compiler from moving loads of shared memory across the waits.
 #pragma once
 #include "common.cuh"
 
@@ -27,6 +27,11 @@ __device__ inline void copy_async_commit() {
 template <int pending>
 __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Asks for the cache line of a global address to be brought to the L2 cache.
+__device__ inline void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // Four 8 x 8 matrices of 16-bit values from shared memory to registers: thread l gives the address of row l % 8 of

@@ -346,6 +346,32 @@ TEST(sampling_rows_bits_gpu) {
     }
 }
 
+// A layernorm inside the linear layer, of few rows, gives the bits of one in a kernel of its own.
+TEST(sampling_norm_bits_gpu) {
+    constexpr int OC = 192;
+    const Device dev = test_device(true);
+    Device alone = dev;
+    alone.sm_count = 0;
+    for (int C : {64, 768, 1024, 1088, 1600, 2048, 2112}) {
+        for (int N : {1, 3, 8, 9}) {
+            const int64_t n = (int64_t)N * C;
+            Array<bf16> inp(&dev, n, 1, 3), branch(&dev, n, 2, 1), weight(&dev, (int64_t)OC * C, 3, 1);
+            Array<bf16> scale(&dev, C, 4, 1), shift(&dev, C, 5, 1), bias(&dev, OC, 6, 1), normed(&dev, n);
+            Array<bf16> sum[2] = {{&dev, n}, {&dev, n}}, out[2] = {{&dev, N * OC}, {&dev, N * OC}};
+            Array<float> mean(&dev, N), rstd(&dev, N);
+            for (const bf16* adds : {(const bf16*)nullptr, (const bf16*)branch.device}) {
+                for (int k : {0, 1}) {
+                    matmul_rows<bf16, bf16>(
+                        k ? &alone : &dev, out[k].device, inp.device, weight.device, bias.device, N == 3, N, C, OC,
+                        {adds, scale.device, shift.device, sum[k].device, normed.device, mean.device, rstd.device});
+                }
+                expect(out[0].bytes() == out[1].bytes(), "%d rows of %d: other bits%s", N, C, adds ? " of a sum" : "");
+                expect(sum[0].bytes() == sum[1].bytes(), "%d rows of %d: other sums", N, C);
+            }
+        }
+    }
+}
+
 // A cache of more than 2^31 elements: the last sequence, and the last token of it, give what they give in a cache of
 // their own. All but the row's own key and value are the same number.
 TEST(sampling_cache_beyond_2_31_gpu) {
