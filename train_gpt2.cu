@@ -345,7 +345,7 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
     const int L = m->config.L;
     arena_need(&m->arena, decoded_embeddings(L));
     embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
-    spill_written(a->spill, 0, a->residual[0]);
+    spill_out(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
     norm_forward(dev, &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
@@ -353,9 +353,8 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
         block_forward(m, a, l);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
-        spill_room(a->spill, l + 1);
         norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
-        spill_written(a->spill, l + 1, a->residual[l + 1]);
+        spill_out(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
@@ -377,7 +376,7 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
         classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
                    operand_codes(&head.dout));
         if (!backward) continue;
-        if (row == 0) arena_room(&m->arena, L);
+        if (row == 0) arena_layer_begin(&m->arena, L);
         linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, a->adds || row > 0);
     }
 }
@@ -405,11 +404,18 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
     norm_backward(dev, a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj, a->scratch, N, adds);
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
-    arena_attention(&m->arena);
+    arena_before_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
                        b->attproj.inp.values, b->lse, a->B, a->T, m->config.C, m->config.NH, adds,
                        operand_codes(&b->qkv.dout));
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
+}
+
+// Block l, or the last layernorm, is done: its gradients go where they are needed, and what block l - 1 reads comes.
+template <typename X, typename G>
+static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
+    spill_in(a->spill, l, a->residual[l]);
+    arena_layer_end(&m->arena, l < m->config.L ? l : decoded_final(m->config.L));
 }
 
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
@@ -421,20 +427,15 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     const int L = m->config.L, C = m->config.C;
     device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
-        if (l < L) {
-            arena_need(&m->arena, l, l - 1);
-            spill_need(a->spill, l);
-            block_backward(m, a, l);
-        }
-        if (l > 0) arena_room(&m->arena, l - 1);
+        if (l < L) block_backward(m, a, l);
+        if (l > 0) arena_layer_begin(&m->arena, l - 1);
         norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
                       l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
-        spill_done(a->spill, l, a->residual[l]);
-        arena_done(&m->arena, l < L ? l : decoded_final(L));
+        layer_end(m, a, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
                              m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
-    arena_done(&m->arena, decoded_embeddings(L));
+    arena_layer_end(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the

@@ -110,22 +110,24 @@ void arena_settle(const Arena* arena);
 // Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
 void arena_changed(const Arena* arena);
 
-// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that calls arena_room
-// and arena_done for each part and arena_attention for each layer; and arena_step.
+// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that makes the calls
+// arena_layer_begin, arena_before_attention and arena_layer_end; and arena_step.
 //
 // Begins a step, whose fp8 scales it sets. `scalars` is in device memory (shard.cuh lists them) and receives the norm,
 // the clip factor and what else is known when the step ends; `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Makes room for the gradients of a part; the gradients of another part that lay there are lost. Call it before the
-// first gradient of the part is written; the layer above writes the first one, of the layer's projection. Part `layers`
-// is everything outside of the layers.
-void arena_room(const Arena* arena, int part);
-// Call this when the gradients of a part are complete in this micro-batch. If gradients are released, it takes the
-// part's step; otherwise it begins their sum over the ranks, or leaves that to arena_attention.
-void arena_done(const Arena* arena, int part);
+// Makes room for the gradients of a layer; the gradients of another layer that lay there are lost. Call it before the
+// first gradient of the layer is written, that of its last bias, which the layernorm above writes. Layer `layers`
+// stands for everything outside of the layers.
+void arena_layer_begin(const Arena* arena, int layer);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).
-void arena_attention(const Arena* arena);
+void arena_before_attention(const Arena* arena);
+// Call this when the gradients of a part are complete in this micro-batch: of the last layernorm, of each layer from
+// the last one down, and of the embeddings. If gradients are released, it takes the part's step; otherwise it begins
+// their sum over the ranks, or leaves that to arena_before_attention. Then it makes the weights of the layer below
+// available, as arena_need does.
+void arena_layer_end(const Arena* arena, int part);
 // Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
 // the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
 void arena_step(Arena* arena);

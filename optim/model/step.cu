@@ -85,7 +85,7 @@ static void arena_reduce(const Arena* a, int part) {
     a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
 }
 
-void arena_attention(const Arena* a) {
+void arena_before_attention(const Arena* a) {
     a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
 }
 
@@ -100,27 +100,24 @@ static void arena_step_sums(const Arena* a, int part) {
     release_part(a, part);
 }
 
-// Does arena_done for several ranks. The sum over the ranks takes some time, so a layer is stepped only when its room
-// is needed again, or at the end. The last layernorm is summed with the embeddings.
-static void arena_done_ranks(const Arena* a, int part) {
+void arena_layer_begin(const Arena* a, int layer) {
+    if (a->stepping && a->shard && layer + 2 < a->layers) return arena_step_sums(a, layer + 2);
+    shard_grads_free(a->shard, layer);
+}
+
+// The sum over several ranks takes some time, so a layer is stepped only when its room is needed again, or at the end.
+// The last layernorm is summed with the embeddings.
+void arena_layer_end(const Arena* a, int part) {
     const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
-    if (part == final) arena_agree(a);
-    if (part == final) return;
-    if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
-    if (part == embeddings) arena_step_sums(a, 0);
-    arena_reduce(a, part);
-    if (part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
-}
-
-void arena_room(const Arena* a, int part) {
-    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
-    shard_grads_free(a->shard, part);
-}
-
-void arena_done(const Arena* a, int part) {
-    if (a->stepping && a->shard) return arena_done_ranks(a, part);
-    if (a->stepping) release_part(a, part);
-    if (part <= a->layers) arena_reduce(a, part);
+    const int below = part == final ? a->layers - 1 : part == embeddings ? -1 : part - 1;
+    const bool alone = a->stepping && !a->shard, ranks = a->stepping && a->shard;
+    if (alone) release_part(a, part);
+    if (ranks && part == final) arena_agree(a);
+    if (ranks && part == 0 && a->layers > 1) arena_step_sums(a, 1);
+    if (ranks && part == embeddings) arena_step_sums(a, 0);
+    if (part != final) arena_reduce(a, part);
+    if (ranks && part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+    if (below >= 0) arena_need(a, below, below - 1);
 }
 
 void offload_step(const Arena* a, const float* factor) {
