@@ -123,15 +123,8 @@ struct Model {
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
-    const Launch* launch;  // all ranks; NULL: alone
+    const Launch* launch = &LAUNCH_ALONE;  // all ranks
 };
-
-static int rank_of(const Model* m) {
-    return m->arena.shard ? m->arena.shard->comm.rank : 0;
-}
-static int ranks_of(const Model* m) {
-    return m->arena.shard ? m->arena.shard->comm.world : 1;
-}
 
 // The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
 enum BlockMatrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
@@ -588,7 +581,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0 && !m->arena.shard) return false;
         if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
         if (buckets < 0) buckets = input_blank(m->dev, &m->input);
-        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * m->launch->world));
     }
     arena_step(&m->arena);
     return true;
@@ -600,7 +593,7 @@ static int stops(const Model* m) {
 }
 static bool asks_to_stop(const Model* m) {
     double stop = stops(m) ? stops(m) : signal_stop;
-    if (m->launch) launch_all_reduce(m->launch, &stop, 1, LAUNCH_MAX);
+    launch_all_reduce(m->launch, &stop, 1, LAUNCH_MAX);
     if (m->arena.shard) m->arena.shard->stop = (int)stop;
     return stop > 0;
 }
@@ -608,8 +601,8 @@ static bool asks_to_stop(const Model* m) {
 // Returns the mean loss over the first windows of the validation data, at most `tokens` tokens, or NaN if a signal
 // stops it. Ranks take turns at batches, as many each; rows beyond the last window do not count.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
-    int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
-    LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
+    int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)m->launch->rank * m->B;
+    LoaderSlice slice = {m->B, (int64_t)m->launch->world * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
@@ -622,7 +615,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     float loss;
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
     double sum = loss;  // of the ranks
-    if (m->launch && !stops(m)) launch_all_reduce(m->launch, &sum, 1, LAUNCH_SUM);
+    if (!stops(m)) launch_all_reduce(m->launch, &sum, 1, LAUNCH_SUM);
     feeder_close(&feeder);
     return stops(m) ? NAN : (float)sum;
 }
@@ -638,7 +631,7 @@ static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    if (m->arena.shard) launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
+    launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 
@@ -725,7 +718,6 @@ struct Run {
     Options* options;
     Options asked;  // as typed or resumed, before resolve()
     Resume resume;
-    const Launch* launch;
     Device dev;
     Shard shard;
     Model* model;
@@ -733,8 +725,10 @@ struct Run {
     Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
-    StepReport step;  // the last one
-    double last_val;  // loss of the last validation; 0 before the first
+    StepReport step;         // the last one
+    float scalars[SCALARS];  // of the last step
+    double last_val;         // loss of the last validation; 0 before the first
+    int64_t saved_at;        // the step of the last checkpoint; -1: there is none
 };
 
 // The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
@@ -837,7 +831,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     const CheckpointFacts facts = {&folder->state, &options,
                                    formats,        {c->L, c->C, c->NH, c->max_T, c->V},
                                    folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
-    const bool writes = rank_of(m) == 0;
+    const bool writes = m->launch->rank == 0;
     CheckpointWriter writer = {};
     bool ok =
         !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
@@ -862,10 +856,9 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "on elsewhere with --resume %s",
             (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
-    arena_settle(a);
-    run->folder.state.last_norm = arena_last_norm(a);
+    run->folder.state.last_norm = arena_settle(a);
     require(checkpoint_write(run, begin, prune), run->folder.error);
-    launch_any(run->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
+    launch_any(run->model->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
 }
 
 // Resolving: resolve() replaces `auto` options by values, each of which depends only on those before it, and refuses
@@ -952,11 +945,11 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
-    const int64_t share = usual / o->seq / ranks_of(m);  // sequences of a step that a rank gets
+    const int64_t share = usual / o->seq / m->launch->world;  // sequences of a step that a rank gets
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
+    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, error), error);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -967,7 +960,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
 static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
-    const bool one = o->tokens_per_step == o->batch * o->seq * ranks_of(m);
+    const bool one = o->tokens_per_step == o->batch * o->seq * m->launch->world;
     if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
     config->grads = o->grads;
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
@@ -988,7 +981,7 @@ static int64_t available_to(const Model* m) {
 // (--release). `auto` does so if the plan does not fit otherwise and no bits change. All ranks decide the same.
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
-    const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
+    const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * m->launch->world;
     char why[DATA_ERROR_BYTES];
     if (!arena_may_part(&m->arena, config, why)) {
         if (config->offload) user_error("--offload %s brings states a layer at a time: %s", o->offload, why);
@@ -1039,13 +1032,13 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
     RunFolder* folder = &run->folder;
-    const int world = ranks_of(m);
+    const int world = m->launch->world;
     char text[256];
     run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
             o->channels, o->heads, (long long)m->parameters);
     run_say(folder, " device   %s\n", device_describe(m->dev, m->arena.type == OPTIM_FP32));
     if (m->arena.shard) {
-        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, run->launch->source,
+        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
     report_data(folder, &run->train_data, &run->val_data, m->config.V);
@@ -1060,7 +1053,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
+    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / m->launch->world;
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
@@ -1145,9 +1138,10 @@ static void resume(Run* run) {
     char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Resume* merge = &run->resume;
+    const Launch* launch = run->model->launch;
     require(resume_words(o, error), error);
-    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
-    launch_broadcast(run->launch, merge->from, sizeof(merge->from));
+    if (launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
+    launch_broadcast(launch, merge->from, sizeof(merge->from));
     require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
@@ -1185,25 +1179,28 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
-// checkpoint has the weights as they are before the step.
-static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
+// Begins a step: tells the other ranks what this one is asked for, and chooses the learning rate. Returns the time.
+static double step_begin(Run* run) {
+    const double begin = seconds_now();
+    Shard* shard = run->model->arena.shard;
+    signals_doing("this step");
+    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
+    run->step.lr = learning_rate(&run->schedule, run->folder.state.step);
+    return begin;
+}
+
+// Waits for the step that train_step has queued, and counts, logs and prints it. `ok` is what train_step returned.
+static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches, bool ok) {
     const RunState* state = &run->folder.state;
     StepReport* step = &run->step;
     Model* m = run->model;
-    Shard* shard = m->arena.shard;
-    const double begin = seconds_now();
-    const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-    signals_doing("this step");
-    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    step->lr = learning_rate(&run->schedule, state->step);
-    const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
+    float* scalars = run->scalars;
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-    shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+    shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (!ok || scalars[SCALAR_BAD] > 0) {
-        if (!saved) checkpoint_save(run);
+        if (run->saved_at < state->step) checkpoint_save(run);
         // The rank that found the bad data ends all ranks with its message; the others wait here for that.
-        if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
+        if (!feeder->error[0]) launch_any(m->launch, false);
         user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
     }
     step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
@@ -1226,21 +1223,24 @@ static void train(Run* run) {
     Model* m = run->model;
     const RunState* state = &run->folder.state;
     int64_t sequences = o->tokens_per_step / o->seq;
-    LoaderSlice slice = {sequences / ranks_of(m), sequences};
+    LoaderSlice slice = {sequences / m->launch->world, sequences};
+    const int64_t micro_batches = slice.run / m->B;
     Feeder feeder;
     feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
-                state->sequences + rank_of(m) * slice.run, slice);
-    float scalars[SCALARS];
-    int64_t saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
+                state->sequences + m->launch->rank * slice.run, slice);
+    run->saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (state->step == 0 && o->val_every > 0) run_validation(run);
     StepTimer* timer = &run->step.timer;
     *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
         if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
-        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars);
+        const double begin = step_begin(run);
+        const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
+        const bool ok = train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
+        step_end(run, &feeder, begin, micro_batches, ok);
         if (is_due(run, o->val_every)) run_validation(run);
-        const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
+        const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
         due = due || is_due(run, o->save_every);
         // While steps are skipped the weights may be useless, so they must not displace a good checkpoint.
@@ -1248,13 +1248,13 @@ static void train(Run* run) {
             due = false;
             useless = last && ends_useless(run);
             checkpoint_save(run, state->skipped_last == 0 && !useless);
-            saved_at = state->step;
+            run->saved_at = state->step;
         }
         if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
-    if (saved_at != state->step && !o->profile) checkpoint_save(run);
+    if (run->saved_at != state->step && !o->profile) checkpoint_save(run);
     require(report_end(&run->folder, stops(m), (double)(state->step - timer->from), timer->seconds, useless),
             run->folder.error);
     signals_doing(nullptr);
@@ -1273,7 +1273,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     Model m = {};
     const char* folder = checkpoint_model(&o->model, true, error);
     require(folder != nullptr, error);
-    m.dev = &dev, m.launch = samples ? nullptr : launch;
+    m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
@@ -1305,33 +1305,34 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
 static void open_device(Run* run) {
     const Options* o = run->options;
     Model* m = run->model;
-    const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && run->launch->world == 1;
-    run->folder.quiet = run->launch->rank > 0;
+    const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && m->launch->world == 1;
+    run->folder.quiet = m->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     if (o->memory > 0 && !plans) {
         user_error("--memory plans for one GPU that need not be here; type --dry-run, without --device cpu or --gpus");
     }
     if (o->memory > 0) device_imagine(&run->dev, o->memory);
-    if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
-    m->dev = &run->dev, m->launch = run->launch;
-    m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard);
+    if (o->memory == 0) device_choose(&run->dev, o->device, m->launch, o->gpus);
+    m->dev = &run->dev;
+    m->arena.shard = shard_connect(&run->shard, m->launch, &run->dev, o->shard);
 }
 
 // Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
-    launch_any(run->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
-    if (run->launch->rank == 0) {
+    const Launch* launch = run->model->launch;
+    launch_any(launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
+    if (launch->rank == 0) {
         require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
-    launch_broadcast(run->launch, run->folder.path, sizeof(run->folder.path));
-    launch_broadcast(run->launch, &o->sample_every, sizeof(o->sample_every));
+    launch_broadcast(launch, run->folder.path, sizeof(run->folder.path));
+    launch_broadcast(launch, &o->sample_every, sizeof(o->sample_every));
     Prompts* prompts = &run->folder.prompts;
-    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, number, sizeof(*number));
+    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(launch, number, sizeof(*number));
     prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
     prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
-    launch_broadcast(run->launch, prompts->length, prompts->count * (int64_t)sizeof(int));
-    launch_broadcast(run->launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
+    launch_broadcast(launch, prompts->length, prompts->count * (int64_t)sizeof(int));
+    launch_broadcast(launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
 }
 
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
@@ -1361,7 +1362,7 @@ static void begin(Run* run) {
     resume_paths(run->options);
     folder_begin(run);
     run->folder.started = seconds_now();
-    run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
+    run_log_config(&run->folder, run->dev.name, m->launch->world, m->parameters, run->val_data.bytes_per_token);
     require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
@@ -1369,7 +1370,8 @@ static int train_main(Options* o, const Launch* launch) {
     char error[DATA_ERROR_BYTES];
     static Model model;
     static Run run;
-    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
+    run.options = run.folder.options = run.resume.options = o, run.model = &model;
+    model.launch = launch;
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
     sources[FROM_CHECKPOINT] = run.resume.from;
@@ -1382,7 +1384,7 @@ static int train_main(Options* o, const Launch* launch) {
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
-    run.step.peak = ranks_of(&model) * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
+    run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && run.folder.state.step >= o->steps) {

@@ -15,6 +15,8 @@
 #include "../../data/signals.h"
 #include "rendezvous.h"
 
+const Launch LAUNCH_ALONE = {.world = 1, .source = ""};
+
 enum {
     MOST_RANKS = 1024,
     STOP_SECONDS = 5  // after a failure, until the other ranks are killed

@@ -104,8 +104,8 @@ void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float mean, fl
 // of the weights, it also begins to gather those of layer `next`.
 void arena_need(const Arena* arena, int part, int next = -1);
 // Makes the states up to date for whatever is queued on the device's stream from here on. Call it before reading
-// states.
-void arena_settle(const Arena* arena);
+// states. Returns the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
+float arena_settle(const Arena* arena);
 
 // Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
 void arena_changed(const Arena* arena);
@@ -131,6 +131,5 @@ void arena_layer_end(const Arena* arena, int part);
 // Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
 // the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
 void arena_step(Arena* arena);
-// Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
-float arena_last_norm(const Arena* arena);
+// Sets the norm that arena_settle returns.
 void arena_set_last_norm(const Arena* arena, float last);

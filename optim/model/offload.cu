@@ -171,6 +171,9 @@ int offload_part(const Offload* o, int i) {
     return i < o->used ? o->order[i] : -1;
 }
 
-void arena_settle(const Arena* a) {
+float arena_settle(const Arena* a) {
+    float last = 0.0f;
     if (a->offload) ring_settle(&a->offload->ring);
+    if (a->by_parts) copy_to_host(a->dev, &last, a->last_norm, sizeof(last));
+    return last;
 }

@@ -25,12 +25,6 @@ int64_t part_square_bytes(const Arena* a) {
     return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
-float arena_last_norm(const Arena* a) {
-    float last = 0.0f;
-    if (a->by_parts) copy_to_host(a->dev, &last, a->last_norm, sizeof(last));
-    return last;
-}
-
 void arena_set_last_norm(const Arena* a, float last) {
     if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last, sizeof(last));
 }
