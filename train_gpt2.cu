@@ -50,6 +50,8 @@
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
 
+static char failure[DATA_ERROR_BYTES];  // the sentence of the function that could not do its work
+
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
@@ -80,9 +82,8 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
-    char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    require(optim_resolve(config, failure), failure);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -662,14 +663,13 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
-    char error[DATA_ERROR_BYTES];
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
     EvaluationPass pass;
-    require(evaluation_begin(&pass, task, m->T, tokens, error), error);
+    require(evaluation_begin(&pass, task, m->T, tokens, failure), failure);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -686,7 +686,7 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
         const double seconds = seconds_now() - began;
         if (run) require(report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, error), error);
+        require(!out || evaluation_write(out, &pass, failure), failure);
     }
     evaluation_end(&pass);
     return !stopped;
@@ -694,17 +694,16 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    char error[DATA_ERROR_BYTES];
     if (run) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
-    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, error), error);
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, failure), failure);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
         char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
         snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
         launch_broadcast(m->launch, path, sizeof(path));
-        require(evaluation_open(&task, path, tokenizer, error), error);
+        require(evaluation_open(&task, path, tokenizer, failure), failure);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -738,12 +737,11 @@ static OptimStream amax_history_of(const Model* m) {
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
-    char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, failure), failure);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, error), error);
+        require(model_folder_read(&files, &m->stored[t], values, failure), failure);
         arena_set(&m->arena, t, values);
     }
     free(values);
@@ -753,19 +751,18 @@ static void model_read(Model* m, const char* path) {
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
-    char error[DATA_ERROR_BYTES];
     Model* m = run->model;
     bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, failure), failure);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, failure);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
-    if (!loaded) user_error("%s/%s", folder, error);
+    if (!loaded) user_error("%s/%s", folder, failure);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
@@ -868,7 +865,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
-    char error[DATA_ERROR_BYTES];
     const bool gpu = m->dev->gpu;
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
@@ -883,8 +879,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
-            error);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, failure),
+            failure);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -938,7 +934,6 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
@@ -949,7 +944,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, error), error);
+    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, failure), failure);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -999,29 +994,28 @@ static DataSource data_source(const Options* o) {
 }
 
 static void resolve(Run* run) {
-    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, error), error);
+    require(dataset_look(&source, &vocabulary, &bytes, failure), failure);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, error), error);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, failure), failure);
     run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, error), error);
+    require(options_needed(o, failure), failure);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
     if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), error), error);
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), failure), failure);
     o->warmup = run->schedule.warmup;
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, error), error);
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, failure), failure);
     config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1135,14 +1129,13 @@ static const char* resume_optim(Options* o, Resume* merge) {
 
 // Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
-    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Resume* merge = &run->resume;
     const Launch* launch = run->model->launch;
-    require(resume_words(o, error), error);
-    if (launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
+    require(resume_words(o, failure), failure);
+    if (launch->rank == 0) require(resume_find(merge, &run->folder, failure), failure);
     launch_broadcast(launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, error), error);
+    require(resume_take(merge, failure), failure);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1266,25 +1259,24 @@ static void train(Run* run) {
 // Instead of training, with --model DIR: with `samples` it continues the prompts of --sample, on rank 0 alone;
 // otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
-    char error[DATA_ERROR_BYTES];
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
+    const char* folder = checkpoint_model(&o->model, true, failure);
+    require(folder != nullptr, failure);
     m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, failure);
+    if (!tokenizer) user_error("--model %s: %s", o->model, failure);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, failure), failure);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
@@ -1292,7 +1284,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, error), error);
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, failure), failure);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1367,7 +1359,6 @@ static void begin(Run* run) {
 }
 
 static int train_main(Options* o, const Launch* launch) {
-    char error[DATA_ERROR_BYTES];
     static Model model;
     static Run run;
     run.options = run.folder.options = run.resume.options = o, run.model = &model;
@@ -1375,8 +1366,8 @@ static int train_main(Options* o, const Launch* launch) {
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
     sources[FROM_CHECKPOINT] = run.resume.from;
-    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
-    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], error), error);
+    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, failure);
+    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], failure), failure);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
@@ -1421,19 +1412,18 @@ static void before_libraries(int, char**, char**) {
 __attribute__((section(".preinit_array"), used)) static const auto first_of_all = before_libraries;
 
 int main(int argc, char** argv) {
-    char error[DATA_ERROR_BYTES];
     openmp_wait_asleep(argv);
     Options options;
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, error), error);
+    require(options_parse(&options, argc, argv, failure), failure);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
+    require(options_apart(&options, failure) && gpt2_take_size(&options, failure), failure);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, error), error);
+    require(launch_environment(&launch, options.gpus, failure), failure);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);

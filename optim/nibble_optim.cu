@@ -11,7 +11,7 @@
 #include <math.h>
 #include <setjmp.h>
 
-#include "../kernels/count_gpus.cuh"
+#include "../kernels/gpus.cuh"
 #include "loaded_cublaslt.h"
 #include "nibble_settings.h"
 
