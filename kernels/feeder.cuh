@@ -4,7 +4,7 @@
 #include "common.cuh"
 
 // A micro-batch of N tokens on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in
-// data/loader.h. One block of memory, which begins at `tokens`, holds all of them.
+// data/loader.h. They lie one after another, as those of a Batch do.
 struct Input {
     int *tokens, *targets, *order, *bucket;
     int64_t N;
@@ -57,16 +57,9 @@ inline int feeder_next(Feeder* feeder, const Input* input) {
     const Batch* batch = loader_next(feeder->loader, feeder->error);
     if (!batch) return -1;
     feeder->fed++;
-    const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
-    int* to[] = {input->tokens, input->targets, input->order, input->bucket};
-    for (int i = 0; i < 4; i++) {
-        size_t bytes = (i < 3 ? input->N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
-        if (dev->gpu) {
-            check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
-        } else {
-            memcpy(to[i], from[i], bytes);
-        }
-    }
+    const size_t bytes = (3 * input->N + 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
+    if (!dev->gpu) memcpy(input->tokens, batch->tokens, bytes);
+    if (dev->gpu) check(cudaMemcpyAsync(input->tokens, batch->tokens, bytes, cudaMemcpyHostToDevice, dev->stream));
     if (dev->gpu) check(cudaEventRecord(event, dev->stream));
     return batch->buckets;
 }

@@ -209,13 +209,6 @@ void optim_step_tensors(Optim* optim, const int* tensor, int count, const float*
 // project gradients, and in the library for all rules that read matrices.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
 
-// Return the number of stored streams, and stream `index`, in a fixed order.
-int optim_stream_count(const Optim* optim);
-OptimStream optim_stream(const Optim* optim, int index);
-
-// Returns the bytes that are allocated: those of optim_bytes.
-OptimBytes optim_allocated(const Optim* optim);
-
 // Writes the name of the step's kernel for NVRTC (jit.h), which compiles it in optim_create.
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 
