@@ -565,7 +565,7 @@ static void model_init(Model* m, uint64_t seed) {
                    vector ? 0.0f : 0.02f / residual, values);
     }
     free(values);
-    if (m->arena.optim) optim_decode(m->arena.optim);
+    arena_loaded(&m->arena, 0.0f);
 }
 
 // Update and steps.
@@ -746,7 +746,7 @@ static void model_read(Model* m, const char* path) {
     }
     free(values);
     safetensors_close(&files);
-    if (m->arena.optim) optim_decode(m->arena.optim);
+    arena_loaded(&m->arena, 0.0f);
 }
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
@@ -769,6 +769,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
                                      (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
     }
     checkpoint_close(&reader);
+    arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }
 
 // Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
@@ -919,14 +920,13 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
     return memory_plan(&m, config);
 }
 
-// Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
+// Returns the largest batch up to `max` whose plan fits into `available` bytes; 0: none.
 static int64_t largest_batch(const Model* m, const OptimConfig* config, const Options* o, int64_t max, bool block,
                              int64_t available) {
     int64_t fits = 0;
     while (fits < max) {
         const int64_t batch = (fits + max + 1) / 2;
-        const MemoryPlan plan = plan_of(m, config, o, batch, block);
-        if (plan.total - plan.taken <= available) fits = batch;
+        if (plan_of(m, config, o, batch, block).total <= available) fits = batch;
         if (fits < batch) max = batch - 1;
     }
     return fits;
@@ -936,9 +936,9 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
-    // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
-    int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
-    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
+    // The size of the memory counts, not what is free now, so that the same command always chooses the same batch. A
+    // GiB is left for the context and the kernels, in place of what the plan counts for them.
+    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) + m->dev->context + MODULE_BYTES : INT64_MAX;
     const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
     const int64_t share = usual / o->seq / m->launch->world;  // sequences of a step that a rank gets
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
@@ -1051,7 +1051,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
-    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free - plan->taken);
+    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free);
     while (fits > 0 && sequences % fits != 0) fits--;
     if (fits > 0) {
         // --recompute block is advice only where it is enough.
@@ -1060,7 +1060,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
                            whole ? ", or " : "", whole ? less : "");
     }
-    const bool one = largest_batch(m, &run->config, asked, 1, true, free - plan->taken) > 0;
+    const bool one = largest_batch(m, &run->config, asked, 1, true, free) > 0;
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
         "a smaller --preset",
@@ -1082,8 +1082,7 @@ static bool fit_plan(Fit* fit, const Device* card, char* error) {
     m.arena.releases = strcmp(o->release, "on") == 0;
     if (!arena_may_part(&m.arena, &config, error)) return false;
     if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
-    const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
-    row->batch = largest_batch(&m, &config, o, 512, false, card->memory - taken);
+    row->batch = largest_batch(&m, &config, o, 512, false, card->memory);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
     row->parameters = m.parameters;
     return true;
@@ -1348,8 +1347,6 @@ static void begin(Run* run) {
         }
         model_init(m, (uint64_t)run->options->seed);
     }
-    arena_changed(&m->arena);
-    arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
     signals_doing("this step");
     resume_paths(run->options);
     folder_begin(run);

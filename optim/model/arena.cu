@@ -239,3 +239,10 @@ void arena_changed(const Arena* a) {
     decoded_forget(a->decoded);
     if (a->shard) shard_publish(a->shard);
 }
+
+void arena_loaded(const Arena* a, float last_norm) {
+    if (!a->optim) return;
+    optim_decode(a->optim);
+    arena_changed(a);
+    if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last_norm, sizeof(last_norm));
+}

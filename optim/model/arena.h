@@ -93,7 +93,7 @@ const uint8_t* arena_codes(const Arena* arena, int t);
 // Sets a buffer of dequant_bytes into which such matrices are decoded from here on, for passes that read all weights
 // from arena_at. NULL ends this, and arena_at is NULL for these matrices again.
 void arena_dequant_buffer(const Arena* arena, void* buffer);
-// Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call optim_decode after the last
+// Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call arena_loaded after the last
 // tensor.
 void arena_set(Arena* arena, int t, const float* values);
 // Does the same with normal numbers (kernels/random.h) in the first `rows` rows and zeros in the others. `values` has
@@ -107,8 +107,9 @@ void arena_need(const Arena* arena, int part, int next = -1);
 // states. Returns the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
 float arena_settle(const Arena* arena);
 
-// Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
-void arena_changed(const Arena* arena);
+// Call this when all weights have been set from outside: what the matmuls read is made anew, and other ranks receive
+// the weights. `last_norm` is what arena_settle returned when they were saved.
+void arena_loaded(const Arena* arena, float last_norm);
 
 // A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that makes the calls
 // arena_layer_begin, arena_before_attention and arena_layer_end; and arena_step.
@@ -131,5 +132,3 @@ void arena_layer_end(const Arena* arena, int part);
 // Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
 // the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
 void arena_step(Arena* arena);
-// Sets the norm that arena_settle returns.
-void arena_set_last_norm(const Arena* arena, float last);

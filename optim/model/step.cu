@@ -25,10 +25,6 @@ int64_t part_square_bytes(const Arena* a) {
     return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
-void arena_set_last_norm(const Arena* a, float last) {
-    if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last, sizeof(last));
-}
-
 // Computes the squares of gradients that begin at `grads`, if there are no other ranks that have agreed on their sums'.
 static void arena_squares(const Arena* a, const void* grads, int64_t first, int64_t tiles) {
     const Device* dev = a->dev;
@@ -75,17 +71,8 @@ void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     fp8_event(a->dev, a->fp8, FP8_AGREE);
 }
 
-static void arena_reduce(const Arena* a, int part) {
-    a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
-}
-
 void arena_before_attention(const Arena* a) {
     a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
-}
-
-// Makes all ranks agree on the loss of the step before they step the first part.
-static void arena_agree(const Arena* a) {
-    if (a->shard) shard_agree(a->shard, a->scalars);
 }
 
 // Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
@@ -106,10 +93,10 @@ void arena_layer_end(const Arena* a, int part) {
     const int below = part == final ? a->layers - 1 : part == embeddings ? -1 : part - 1;
     const bool alone = a->stepping && !a->shard, ranks = a->stepping && a->shard;
     if (alone) release_part(a, part);
-    if (ranks && part == final) arena_agree(a);
+    if (ranks && part == final) shard_agree(a->shard, a->scalars);  // on the loss, before they step the first part
     if (ranks && part == 0 && a->layers > 1) arena_step_sums(a, 1);
     if (ranks && part == embeddings) arena_step_sums(a, 0);
-    if (part != final) arena_reduce(a, part);
+    if (part != final) a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
     if (ranks && part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
     if (below >= 0) arena_need(a, below, below - 1);
 }
@@ -124,7 +111,7 @@ void offload_step(const Arena* a, const float* factor) {
 
 void arena_step(Arena* a) {
     float* scalars = a->scalars;
-    if (!a->stepping) arena_agree(a);  // also waits for the last sums
+    if (!a->stepping) shard_agree(a->shard, scalars);  // also waits for the last sums
     if (a->by_parts) {
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
         part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
