@@ -148,7 +148,7 @@ static void config_tensors(Model* model) {
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
-        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
+        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? part_embeddings(c->L) : part_final(c->L);
         model->parameters += t->rows * t->cols;
         if (t->rows * t->cols > model->largest) model->largest = t->rows * t->cols;
     }
@@ -337,7 +337,7 @@ template <typename X, typename G>
 static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens) {
     const Device* dev = m->dev;
     const int L = m->config.L;
-    arena_need(&m->arena, decoded_embeddings(L));
+    arena_need(&m->arena, part_embeddings(L));
     embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
     spill_out(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
@@ -346,7 +346,7 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
     for (int l = 0; l < L; l++, b++) {
         block_forward(m, a, l);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
-        arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
+        arena_need(&m->arena, l < L - 1 ? l + 1 : part_final(L), l + 2);
         norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
         spill_out(a->spill, l + 1, a->residual[l + 1]);
     }
@@ -358,7 +358,7 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
 template <typename X, typename G>
 static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, bool backward, float dloss) {
     const Device* dev = m->dev;
-    arena_need(&m->arena, decoded_embeddings(m->config.L));
+    arena_need(&m->arena, part_embeddings(m->config.L));
     int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     X* lnf = a->block[L].qkv.inp.values;
     Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
@@ -409,7 +409,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
 template <typename X, typename G>
 static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
     spill_in(a->spill, l, a->residual[l]);
-    arena_layer_end(&m->arena, l < m->config.L ? l : decoded_final(m->config.L));
+    arena_layer_end(&m->arena, l < m->config.L ? l : part_final(m->config.L));
 }
 
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
@@ -429,7 +429,7 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
                              m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
-    arena_layer_end(&m->arena, decoded_embeddings(L));
+    arena_layer_end(&m->arena, part_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
@@ -463,7 +463,7 @@ static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBat
     a.B = batch->B, a.T = batch->T, a.N = (int64_t)a.B * a.T;
     copy_to_device(m->dev, input->tokens, pass->tokens, a.N * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens);
-    arena_need(&m->arena, decoded_embeddings(m->config.L));
+    arena_need(&m->arena, part_embeddings(m->config.L));
     score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->config.L].qkv.inp.values, a.wte, pass->places,
                     pass->targets, pass->count, &room, m->config.C, m->config.V, m->config.Vp);
 }

@@ -69,7 +69,7 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                       // all weights in the compute type, stored or copied; NULL: no copy is kept
+    void* seen;  // all weights in the compute type, stored or copied, in the arena's layout; NULL: no copy is kept
     StoredWeights weights[LAUNCHES];  // as many as the plan has
     StepLaunch launch[LAUNCHES];      // as many as the plan has
     float* factors;                   // device memory: factor of the update in each tile, or null

@@ -326,10 +326,6 @@ static int64_t weights_tile(const Optim* optim, int tensor) {
     return (kept->offset - weights_of(optim, tensor)->run->begin) / TILE_ELEMENTS;
 }
 
-void* optim_weights(const Optim* optim) {
-    return optim->seen;
-}
-
 // Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
 static void decode_tiles(const Optim* optim, const StoredWeights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);

@@ -110,14 +110,6 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-// A model's parts are its layers, 0 to layers - 1, and then these two: the embeddings and the last layernorm.
-inline int decoded_embeddings(int layers) {
-    return layers;
-}
-inline int decoded_final(int layers) {
-    return layers + 1;
-}
-
 constexpr int OPTIM_STREAMS = 108;  // at most
 
 // Gives each tensor its offset and returns the length of the arena in elements, a multiple of TILE_ELEMENTS. With a
@@ -163,10 +155,6 @@ void optim_set_weights(Optim* optim, int tensor, const float* values);
 // Reads the weights of one tensor into host values (rows x cols), as the model sees them: of bf16+fp32 the bf16. They
 // are not rounded to the compute type. A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
-
-// Returns the weights in the compute type, in device memory and the arena's layout, of a shard its runs. The pointer is
-// constant for the optimizer's life; it is NULL if the optimizer keeps no copy.
-void* optim_weights(const Optim* optim);
 
 // Returns the weights of one tensor, in device memory, if they are stored in the compute type; otherwise NULL. The
 // optimizer must have the whole arena.

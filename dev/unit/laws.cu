@@ -45,7 +45,7 @@ static void expect_copies(Test* test, const OptimRun* run, const char* what) {
     Room room(&run->dev);
     float* stored = room.host<float>(run->elements);
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
-    const char* seen = room.to_host((const char*)optim_weights(run->optim), run->elements * size);
+    const char* seen = room.to_host((const char*)run->optim->seen, run->elements * size);
     for (int t = 0; t < run->count; t++) {
         int64_t wrong = 0, at = run->tensor[t].offset;
         optim_get_weights(run->optim, t, stored);
@@ -140,7 +140,7 @@ LAW(padding_and_threads) {
         expect(wrong == 0, "%s: %lld bytes of %s's padding", what, (long long)wrong, stream.name);
         expect(memcmp(now, before, (size_t)bytes) != 0, "%s: %s stands still", what, stream.name);
     }
-    const float* seen = (const float*)optim_weights(run.optim);
+    const float* seen = (const float*)run.optim->seen;
     for (int t = 0; t < run.count; t++) {
         int64_t i = run.tensor[t].offset + model[t].rows * model[t].cols, wrong = 0;
         for (; i < run.tensor[t].offset + tensor_padded(&run.tensor[t]); i++) wrong += seen[i] != 0.0f;

@@ -52,7 +52,7 @@ static void step_by_parts(void*, OptimRun* run, const void* given, const float* 
 static void expect_part(Test* test, const OptimRun* copy, const OptimRun* run, const Arena* arena, int number) {
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
     for (int t = 0; t < run->count; t++) {
-        const char* want = (const char*)optim_weights(copy->optim) + run->tensor[t].offset * size;
+        const char* want = (const char*)copy->optim->seen + run->tensor[t].offset * size;
         expect(part_of(t) != number ||
                    same_bytes(copy, want, run, arena_at(arena, nullptr, t, 1), model[t].rows * model[t].cols * size),
                "%s: %s", run->config.weights, model[t].name);

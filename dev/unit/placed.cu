@@ -126,7 +126,7 @@ static void run_step(Placed* run, int step, unsigned missing = 0, bool found_inf
 
 // The weights of tensor `t` are those of a placed run.
 static bool weights_same(const Placed* a, const Placed* placed, int t) {
-    const void* seen = a->tables ? a->weights[t] : (char*)optim_weights(a->optim) + a->tensor[t].offset * a->bytes[0];
+    const void* seen = a->tables ? a->weights[t] : (char*)a->optim->seen + a->tensor[t].offset * a->bytes[0];
     return same_bytes(a, seen, placed, placed->weights[t], length(t) * a->bytes[0]);
 }
 

@@ -214,7 +214,7 @@ inline const char* difference(const OptimRun* a, const OptimRun* b) {
     }
     const int64_t held = shard_end(&a->config, a->elements) - shard_begin(&a->config),
                   size = a->compute == OPTIM_BF16 ? 2 : 4;
-    const void *x = optim_weights(a->optim), *y = optim_weights(b->optim);
+    const void *x = a->optim->seen, *y = b->optim->seen;
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
@@ -346,8 +346,8 @@ inline void expect_joined(Test* test, const OptimRun* whole, const OptimRun* sha
     const int64_t size = whole->compute == OPTIM_BF16 ? 2 : 4;
     for (int k = 0; k < count; k++) {
         const int64_t begin = shard_begin(&shards[k].config), end = shard_end(&shards[k].config, whole->elements);
-        const char* copy = (const char*)optim_weights(whole->optim) + begin * size;
-        expect(same_bytes(&shards[k], optim_weights(shards[k].optim), whole, copy, (end - begin) * size),
+        const char* copy = (const char*)whole->optim->seen + begin * size;
+        expect(same_bytes(&shards[k], shards[k].optim->seen, whole, copy, (end - begin) * size),
                "%s: what the matmuls read of shard %d", what, k);
         expect_planned(test, &shards[k], what);
     }

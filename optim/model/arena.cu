@@ -164,7 +164,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     const OptimConfig own_config = arena_config(a, config);
     a->optim = optim_create(a->dev, &own_config, a->tensors, a->count, a->type);
-    a->weights = optim_weights(a->optim);
+    a->weights = a->optim->seen;
     if (!config->keeps_copy) a->decoded = decoded_open(a);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));

@@ -7,7 +7,7 @@
 //     released    parts are stepped inside the backward pass, and their gradients take turns in memory
 //     offloaded   states are in host memory and are copied to the device a part at a time
 //
-// A part is a layer, the embeddings or the last layernorm (decoded_embeddings, decoded_final). An arena holds all
+// A part is a layer, or one of the two behind them, the embeddings and the last layernorm. An arena holds all
 // tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, and
 // arena_at knows where. model.h says what each way costs.
 #pragma once
@@ -18,6 +18,14 @@ struct Shard;
 struct Fp8;
 typedef struct Decoded Decoded;
 typedef struct Offload Offload;
+
+// Return the number of a part that is no layer.
+inline int part_embeddings(int layers) {
+    return layers;
+}
+inline int part_final(int layers) {
+    return layers + 1;
+}
 
 // A step: its clipping, learning rate and number.
 struct ArenaStep {

@@ -86,7 +86,7 @@ int64_t offload_bytes(const Arena* a, const OptimConfig* config) {
 // Several ranks sum the last layernorm with the embeddings, and step it after them.
 Offload* offload_open(const Arena* a) {
     Offload* o = (Offload*)memory_zero(1, sizeof(Offload));
-    const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
+    const int layers = a->layers, embeddings = part_embeddings(layers), last = part_final(layers);
     o->optim = a->optim, o->plan = a->optim->plan;
     o->run = part_runs(a, o->plan);
     o->order = (int*)memory_take((size_t)(layers + 2) * sizeof(int));

@@ -89,7 +89,7 @@ void arena_layer_begin(const Arena* a, int layer) {
 // The sum over several ranks takes some time, so a layer is stepped only when its room is needed again, or at the end.
 // The last layernorm is summed with the embeddings.
 void arena_layer_end(const Arena* a, int part) {
-    const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
+    const int embeddings = part_embeddings(a->layers), final = part_final(a->layers);
     const int below = part == final ? a->layers - 1 : part == embeddings ? -1 : part - 1;
     const bool alone = a->stepping && !a->shard, ranks = a->stepping && a->shard;
     if (alone) release_part(a, part);
@@ -113,7 +113,7 @@ void arena_step(Arena* a) {
     float* scalars = a->scalars;
     if (!a->stepping) shard_agree(a->shard, scalars);  // also waits for the last sums
     if (a->by_parts) {
-        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
+        for (int part = 0; part <= part_final(a->layers) && !a->stepping; part++) release_part(a, part);
         part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
