@@ -772,16 +772,6 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }
 
-// Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
-static Options options_saved(const Run* run) {
-    Options saved = *run->options;
-    saved.grads = run->asked.grads, saved.weight_decay = run->asked.weight_decay,
-    saved.overrides = run->asked.overrides, saved.logit_rows = run->asked.logit_rows;
-    saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
-    saved.print_every = run->asked.print_every, saved.release = run->asked.release;
-    return saved;
-}
-
 // Writes a checkpoint's tensors and, with `states`, its arrays (count). All ranks that keep parts call it, and send
 // rank 0, which has the writer, what it lacks.
 static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
@@ -825,10 +815,9 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
-    const Options options = options_saved(run);
-    const CheckpointFacts facts = {&folder->state, &options,
-                                   formats,        {c->L, c->C, c->NH, c->max_T, c->V},
-                                   folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
+    const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
+    const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
+    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, shape, folder->config, end};
     const bool writes = m->launch->rank == 0;
     CheckpointWriter writer = {};
     bool ok =

@@ -211,7 +211,7 @@ static void pair_steps(Pair* pair) {
     run_steps(&pair->run[0], 1, STEPS, how);
     how.context = &pair->arena;
     how.take = [](void* arena, OptimRun* run, const void* grads, const float* scale, float lr, int step) {
-        ((Arena*)arena)->step = {0.0f, lr, step};
+        ((Arena*)arena)->lr = lr, ((Arena*)arena)->step = step;
         const Plan* plan = run->optim->plan;
         const int64_t bytes = is(run->config.grads, "bf16") ? 2 : 4;
         for (int t = 0; t < run->count; t++) {

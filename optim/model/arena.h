@@ -27,12 +27,6 @@ inline int part_final(int layers) {
     return layers + 1;
 }
 
-// A step: its clipping, learning rate and number.
-struct ArenaStep {
-    float clip, lr;
-    int64_t number;
-};
-
 struct Arena {
     // The caller sets these; arena_tensors makes the arrays.
     const Device* dev;
@@ -63,7 +57,8 @@ struct Arena {
     bool by_parts;              // steps are taken part by part; otherwise a step has one norm and one factor
     double* part_square;        // (layers + 2) device memory: squares of the gradients of each part
     float *factor, *last_norm;  // (PART_TENSORS) of the tensors of a part; what the next step clips by (--clip-by last)
-    ArenaStep step;             // the step that arena_begin began
+    float clip, lr;             // of the step that arena_begin began
+    int64_t step;               // its number, from 1
     float* scalars;             // its scalars
     bool stepping;              // the backward pass takes this step
 };

@@ -38,7 +38,7 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
     const int some = each ? 1 : list->count;
     offload_take(a->offload, part);
     for (int i = 0; i < list->count; i += some) {
-        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->step.lr, a->step.number);
+        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->lr, a->step);
     }
     offload_give(a->offload, part);
 }
@@ -46,8 +46,8 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
 // Computes the norm of a part's gradients and steps the part.
 static void release_part(const Arena* a, int part) {
     const PartList list = part_list(a, part);
-    const PartClip clip = {a->clip_by,   a->step.clip,          a->scalars + SCALAR_LOSS,
-                           a->last_norm, a->part_square + part, a->factor};
+    const PartClip clip = {a->clip_by, a->clip, a->scalars + SCALAR_LOSS, a->last_norm, a->part_square + part,
+                           a->factor};
     PartTiles tiles = {{}, {}, list.count};
     named(a->dev, "optimizer");
     for (int i = 0; i < list.count; i++) {
@@ -61,8 +61,7 @@ static void release_part(const Arena* a, int part) {
 }
 
 void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
-    a->step = {clip, lr, step};
-    a->scalars = scalars;
+    a->clip = clip, a->lr = lr, a->step = step, a->scalars = scalars;
     a->stepping = a->releases;
     if (!a->fp8) return;
     fp8_begin(a->dev, a->fp8, step);
@@ -119,11 +118,11 @@ void arena_step(Arena* a) {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
         arena_squares(a, a->grads, 0, tiles);
-        norm_of_tiles(a->dev, scalars + SCALAR_NORM, a->squares, tiles, a->step.clip, scalars);
+        norm_of_tiles(a->dev, scalars + SCALAR_NORM, a->squares, tiles, a->clip, scalars);
         named(a->dev, "optimizer");
         const float* factor = scalars + SCALAR_FACTOR;
         if (a->offload) offload_step(a, factor);
-        if (!a->offload) optim_step(a->optim, nullptr, factor, a->step.lr, a->step.number);
+        if (!a->offload) optim_step(a->optim, nullptr, factor, a->lr, a->step);
     }
     a->stepping = false;
     arena_changed(a);
