@@ -18,6 +18,7 @@
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
+#include "data/errors.h"            // user_error, require
 #include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
 #include "data/fit.h"               // Fit: plans of models for a card that need not be here
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
@@ -34,10 +35,11 @@
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
-#include "kernels/common.cuh"       // Device, check, user_error, require
+#include "kernels/common.cuh"       // Device, check, copy_to_host, ...
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
+#include "kernels/gpus.cuh"         // device_imagine, device_describe, device_peak
 #include "kernels/linear_fp8.cuh"   // Linear, Norm, linear_forward, norm_forward, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
