@@ -8,6 +8,7 @@
 #include "train_gpt2.cu"
 #include "dev/unit/files.h"
 #include "dev/unit/tensors.h"
+#include "optim/made.h"
 #include "optim/model/model.h"
 
 #include <malloc.h>
@@ -392,8 +393,8 @@ TEST(model_cpu_gpu) {
 // Returns every stored stream of the optimizer, one after another, in host memory.
 static Bytes streams(const Model* m) {
     Bytes all;
-    for (int i = 0; i < optim_stream_count(m->arena.optim); i++) {
-        OptimStream stream = optim_stream(m->arena.optim, i);
+    for (int i = 0; i < m->arena.optim->stream_count; i++) {
+        OptimStream stream = m->arena.optim->stream[i];
         const int64_t at = (int64_t)all.size(), size = stream.elements * stream.element_bytes;
         all.resize(at + size);
         copy_to_host(m->dev, all.data() + at, stream.data, size);

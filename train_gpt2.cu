@@ -18,6 +18,7 @@
 
 #include "data/checkpoint.h"        // Checkpoint, CheckpointReader: a run's folder step_N, whole or not there
 #include "data/clock.h"             // seconds_now
+#include "data/errors.h"            // user_error, require
 #include "data/evaluation.h"        // Evaluation: questions in tokens, their batches and figures
 #include "data/fit.h"               // Fit: plans of models for a card that need not be here
 #include "data/gpt2_config.h"       // gpt2_shape_choose: the model's shape by name or from a folder
@@ -34,10 +35,11 @@
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
-#include "kernels/common.cuh"       // Device, check, user_error, require
+#include "kernels/common.cuh"       // Device, check, copy_to_host, ...
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
+#include "kernels/gpus.cuh"         // device_imagine, device_describe, device_peak
 #include "kernels/linear_fp8.cuh"   // Linear, Norm, linear_forward, norm_forward, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
 #include "kernels/ranks/launch.h"   // Launch: ranks, one a GPU
@@ -49,6 +51,8 @@
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
+
+static char failure[DATA_ERROR_BYTES];  // the sentence of the function that could not do its work
 
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
@@ -80,9 +84,8 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
-    char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    require(optim_resolve(config, failure), failure);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -123,15 +126,8 @@ struct Model {
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
-    const Launch* launch;  // all ranks; NULL: alone
+    const Launch* launch = &LAUNCH_ALONE;  // all ranks
 };
-
-static int rank_of(const Model* m) {
-    return m->arena.shard ? m->arena.shard->comm.rank : 0;
-}
-static int ranks_of(const Model* m) {
-    return m->arena.shard ? m->arena.shard->comm.world : 1;
-}
 
 // The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
 enum BlockMatrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
@@ -154,7 +150,7 @@ static void config_tensors(Model* model) {
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
-        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? decoded_embeddings(c->L) : decoded_final(c->L);
+        a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? part_embeddings(c->L) : part_final(c->L);
         model->parameters += t->rows * t->cols;
         if (t->rows * t->cols > model->largest) model->largest = t->rows * t->cols;
     }
@@ -342,19 +338,18 @@ template <typename X, typename G>
 static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens) {
     const Device* dev = m->dev;
     const int L = m->config.L;
-    arena_need(&m->arena, decoded_embeddings(L));
+    arena_need(&m->arena, part_embeddings(L));
     embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
-    spill_written(a->spill, 0, a->residual[0]);
+    spill_out(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
     norm_forward(dev, &b->qkv.inp, &b->ln1, a->N, a->residual[0]);
     for (int l = 0; l < L; l++, b++) {
         block_forward(m, a, l);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
-        arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L), l + 2);
-        spill_room(a->spill, l + 1);
+        arena_need(&m->arena, l < L - 1 ? l + 1 : part_final(L), l + 2);
         norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
-        spill_written(a->spill, l + 1, a->residual[l + 1]);
+        spill_out(a->spill, l + 1, a->residual[l + 1]);
     }
 }
 
@@ -364,7 +359,7 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
 template <typename X, typename G>
 static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, bool backward, float dloss) {
     const Device* dev = m->dev;
-    arena_need(&m->arena, decoded_embeddings(m->config.L));
+    arena_need(&m->arena, part_embeddings(m->config.L));
     int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
     X* lnf = a->block[L].qkv.inp.values;
     Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
@@ -376,7 +371,7 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
         classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
                    operand_codes(&head.dout));
         if (!backward) continue;
-        if (row == 0) arena_room(&m->arena, L);
+        if (row == 0) arena_layer_begin(&m->arena, L);
         linear_backward(named(dev, "d head"), a->dbranch + row * C, &head, rows, a->adds || row > 0);
     }
 }
@@ -404,11 +399,18 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d fc"), a->dbranch, &b->fc, N, adds);
     norm_backward(dev, a->dresidual, a->dbranch, &b->ln2, b->residual2, &b->attproj, a->scratch, N, adds);
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
-    arena_attention(&m->arena);
+    arena_before_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
                        b->attproj.inp.values, b->lse, a->B, a->T, m->config.C, m->config.NH, adds,
                        operand_codes(&b->qkv.dout));
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
+}
+
+// Block l, or the last layernorm, is done: its gradients go where they are needed, and what block l - 1 reads comes.
+template <typename X, typename G>
+static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
+    spill_in(a->spill, l, a->residual[l]);
+    arena_layer_end(&m->arena, l < m->config.L ? l : part_final(m->config.L));
 }
 
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
@@ -420,20 +422,15 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     const int L = m->config.L, C = m->config.C;
     device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
-        if (l < L) {
-            arena_need(&m->arena, l, l - 1);
-            spill_need(a->spill, l);
-            block_backward(m, a, l);
-        }
-        if (l > 0) arena_room(&m->arena, l - 1);
+        if (l < L) block_backward(m, a, l);
+        if (l > 0) arena_layer_begin(&m->arena, l - 1);
         norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
                       l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
-        spill_done(a->spill, l, a->residual[l]);
-        arena_done(&m->arena, l < L ? l : decoded_final(L));
+        layer_end(m, a, l);
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
                              m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
-    arena_done(&m->arena, decoded_embeddings(L));
+    arena_layer_end(&m->arena, part_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
@@ -467,7 +464,7 @@ static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBat
     a.B = batch->B, a.T = batch->T, a.N = (int64_t)a.B * a.T;
     copy_to_device(m->dev, input->tokens, pass->tokens, a.N * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens);
-    arena_need(&m->arena, decoded_embeddings(m->config.L));
+    arena_need(&m->arena, part_embeddings(m->config.L));
     score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->config.L].qkv.inp.values, a.wte, pass->places,
                     pass->targets, pass->count, &room, m->config.C, m->config.V, m->config.Vp);
 }
@@ -569,7 +566,7 @@ static void model_init(Model* m, uint64_t seed) {
                    vector ? 0.0f : 0.02f / residual, values);
     }
     free(values);
-    if (m->arena.optim) optim_decode(m->arena.optim);
+    arena_loaded(&m->arena, 0.0f);
 }
 
 // Update and steps.
@@ -586,7 +583,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0 && !m->arena.shard) return false;
         if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
         if (buckets < 0) buckets = input_blank(m->dev, &m->input);
-        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * m->launch->world));
     }
     arena_step(&m->arena);
     return true;
@@ -598,7 +595,7 @@ static int stops(const Model* m) {
 }
 static bool asks_to_stop(const Model* m) {
     double stop = stops(m) ? stops(m) : signal_stop;
-    if (m->launch) launch_all_reduce(m->launch, &stop, 1, LAUNCH_MAX);
+    launch_all_reduce(m->launch, &stop, 1, LAUNCH_MAX);
     if (m->arena.shard) m->arena.shard->stop = (int)stop;
     return stop > 0;
 }
@@ -606,8 +603,8 @@ static bool asks_to_stop(const Model* m) {
 // Returns the mean loss over the first windows of the validation data, at most `tokens` tokens, or NaN if a signal
 // stops it. Ranks take turns at batches, as many each; rows beyond the last window do not count.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
-    int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
-    LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
+    int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)m->launch->rank * m->B;
+    LoaderSlice slice = {m->B, (int64_t)m->launch->world * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
@@ -620,7 +617,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     float loss;
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
     double sum = loss;  // of the ranks
-    if (m->launch && !stops(m)) launch_all_reduce(m->launch, &sum, 1, LAUNCH_SUM);
+    if (!stops(m)) launch_all_reduce(m->launch, &sum, 1, LAUNCH_SUM);
     feeder_close(&feeder);
     return stops(m) ? NAN : (float)sum;
 }
@@ -636,7 +633,7 @@ static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    if (m->arena.shard) launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
+    launch_broadcast(m->launch, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 
@@ -667,14 +664,13 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
-    char error[DATA_ERROR_BYTES];
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
     EvaluationPass pass;
-    require(evaluation_begin(&pass, task, m->T, tokens, error), error);
+    require(evaluation_begin(&pass, task, m->T, tokens, failure), failure);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -691,7 +687,7 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
         const double seconds = seconds_now() - began;
         if (run) require(report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, error), error);
+        require(!out || evaluation_write(out, &pass, failure), failure);
     }
     evaluation_end(&pass);
     return !stopped;
@@ -699,17 +695,16 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
 static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    char error[DATA_ERROR_BYTES];
     if (run) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
-    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, error), error);
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, failure), failure);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
         char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
         snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
         launch_broadcast(m->launch, path, sizeof(path));
-        require(evaluation_open(&task, path, tokenizer, error), error);
+        require(evaluation_open(&task, path, tokenizer, failure), failure);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -723,7 +718,6 @@ struct Run {
     Options* options;
     Options asked;  // as typed or resumed, before resolve()
     Resume resume;
-    const Launch* launch;
     Device dev;
     Shard shard;
     Model* model;
@@ -731,8 +725,10 @@ struct Run {
     Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
-    StepReport step;  // the last one
-    double last_val;  // loss of the last validation; 0 before the first
+    StepReport step;         // the last one
+    float scalars[SCALARS];  // of the last step
+    double last_val;         // loss of the last validation; 0 before the first
+    int64_t saved_at;        // the step of the last checkpoint; -1: there is none
 };
 
 // The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
@@ -742,50 +738,39 @@ static OptimStream amax_history_of(const Model* m) {
 
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
-    char error[DATA_ERROR_BYTES];
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, error), error);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, failure), failure);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, error), error);
+        require(model_folder_read(&files, &m->stored[t], values, failure), failure);
         arena_set(&m->arena, t, values);
     }
     free(values);
     safetensors_close(&files);
-    if (m->arena.optim) optim_decode(m->arena.optim);
+    arena_loaded(&m->arena, 0.0f);
 }
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
-    char error[DATA_ERROR_BYTES];
     Model* m = run->model;
     bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, error), error);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, failure), failure);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, failure);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
-    if (!loaded) user_error("%s/%s", folder, error);
+    if (!loaded) user_error("%s/%s", folder, failure);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
                                      (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
     }
     checkpoint_close(&reader);
-}
-
-// Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
-static Options options_saved(const Run* run) {
-    Options saved = *run->options;
-    saved.grads = run->asked.grads, saved.weight_decay = run->asked.weight_decay,
-    saved.overrides = run->asked.overrides, saved.logit_rows = run->asked.logit_rows;
-    saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
-    saved.print_every = run->asked.print_every, saved.release = run->asked.release;
-    return saved;
+    arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }
 
 // Writes a checkpoint's tensors and, with `states`, its arrays (count). All ranks that keep parts call it, and send
@@ -831,11 +816,10 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
-    const Options options = options_saved(run);
-    const CheckpointFacts facts = {&folder->state, &options,
-                                   formats,        {c->L, c->C, c->NH, c->max_T, c->V},
-                                   folder->config, folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1};
-    const bool writes = rank_of(m) == 0;
+    const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
+    const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
+    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, shape, folder->config, end};
+    const bool writes = m->launch->rank == 0;
     CheckpointWriter writer = {};
     bool ok =
         !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
@@ -860,10 +844,9 @@ static void checkpoint_save(Run* run, bool prune = true) {
             "on elsewhere with --resume %s",
             (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
-    arena_settle(a);
-    run->folder.state.last_norm = arena_last_norm(a);
+    run->folder.state.last_norm = arena_settle(a);
     require(checkpoint_write(run, begin, prune), run->folder.error);
-    launch_any(run->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
+    launch_any(run->model->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
 }
 
 // Resolving: resolve() replaces `auto` options by values, each of which depends only on those before it, and refuses
@@ -873,7 +856,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
-    char error[DATA_ERROR_BYTES];
     const bool gpu = m->dev->gpu;
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
@@ -888,8 +870,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
-            error);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, failure),
+            failure);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -928,14 +910,13 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
     return memory_plan(&m, config);
 }
 
-// Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
+// Returns the largest batch up to `max` whose plan fits into `available` bytes; 0: none.
 static int64_t largest_batch(const Model* m, const OptimConfig* config, const Options* o, int64_t max, bool block,
                              int64_t available) {
     int64_t fits = 0;
     while (fits < max) {
         const int64_t batch = (fits + max + 1) / 2;
-        const MemoryPlan plan = plan_of(m, config, o, batch, block);
-        if (plan.total - plan.taken <= available) fits = batch;
+        if (plan_of(m, config, o, batch, block).total <= available) fits = batch;
         if (fits < batch) max = batch - 1;
     }
     return fits;
@@ -943,18 +924,17 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
 static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
-    // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
-    int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
-    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
+    // The size of the memory counts, not what is free now, so that the same command always chooses the same batch. A
+    // GiB is left for the context and the kernels, in place of what the plan counts for them.
+    int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) + m->dev->context + MODULE_BYTES : INT64_MAX;
     const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
-    const int64_t share = usual / o->seq / ranks_of(m);  // sequences of a step that a rank gets
+    const int64_t share = usual / o->seq / m->launch->world;  // sequences of a step that a rank gets
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
+    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, failure), failure);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -965,7 +945,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
 
 // --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
 static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
-    const bool one = o->tokens_per_step == o->batch * o->seq * ranks_of(m);
+    const bool one = o->tokens_per_step == o->batch * o->seq * m->launch->world;
     if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
     config->grads = o->grads;
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
@@ -986,7 +966,7 @@ static int64_t available_to(const Model* m) {
 // (--release). `auto` does so if the plan does not fit otherwise and no bits change. All ranks decide the same.
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
-    const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
+    const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * m->launch->world;
     char why[DATA_ERROR_BYTES];
     if (!arena_may_part(&m->arena, config, why)) {
         if (config->offload) user_error("--offload %s brings states a layer at a time: %s", o->offload, why);
@@ -1004,29 +984,28 @@ static DataSource data_source(const Options* o) {
 }
 
 static void resolve(Run* run) {
-    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, error), error);
+    require(dataset_look(&source, &vocabulary, &bytes, failure), failure);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, error), error);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, failure), failure);
     run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, error), error);
+    require(options_needed(o, failure), failure);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
     if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), error), error);
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), failure), failure);
     o->warmup = run->schedule.warmup;
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, error), error);
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, failure), failure);
     config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1037,13 +1016,13 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
     RunFolder* folder = &run->folder;
-    const int world = ranks_of(m);
+    const int world = m->launch->world;
     char text[256];
     run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
             o->channels, o->heads, (long long)m->parameters);
     run_say(folder, " device   %s\n", device_describe(m->dev, m->arena.type == OPTIM_FP32));
     if (m->arena.shard) {
-        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, run->launch->source,
+        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
     report_data(folder, &run->train_data, &run->val_data, m->config.V);
@@ -1058,11 +1037,11 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
+    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / m->launch->world;
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
-    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free - plan->taken);
+    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free);
     while (fits > 0 && sequences % fits != 0) fits--;
     if (fits > 0) {
         // --recompute block is advice only where it is enough.
@@ -1071,7 +1050,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
                            whole ? ", or " : "", whole ? less : "");
     }
-    const bool one = largest_batch(m, &run->config, asked, 1, true, free - plan->taken) > 0;
+    const bool one = largest_batch(m, &run->config, asked, 1, true, free) > 0;
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
         "a smaller --preset",
@@ -1093,8 +1072,7 @@ static bool fit_plan(Fit* fit, const Device* card, char* error) {
     m.arena.releases = strcmp(o->release, "on") == 0;
     if (!arena_may_part(&m.arena, &config, error)) return false;
     if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
-    const int64_t taken = plan_of(&m, &config, o, 1, false).taken;
-    row->batch = largest_batch(&m, &config, o, 512, false, card->memory - taken);
+    row->batch = largest_batch(&m, &config, o, 512, false, card->memory);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
     row->parameters = m.parameters;
     return true;
@@ -1140,12 +1118,12 @@ static const char* resume_optim(Options* o, Resume* merge) {
 
 // Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
-    char error[DATA_ERROR_BYTES];
     Options* o = run->options;
     Resume* merge = &run->resume;
-    if (run->launch->rank == 0) require(resume_find(merge, &run->folder, error), error);
-    launch_broadcast(run->launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, error), error);
+    const Launch* launch = run->model->launch;
+    if (launch->rank == 0) require(resume_find(merge, &run->folder, failure), failure);
+    launch_broadcast(launch, merge->from, sizeof(merge->from));
+    require(resume_take(merge, failure), failure);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1182,25 +1160,28 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
-// checkpoint has the weights as they are before the step.
-static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars) {
+// Begins a step: tells the other ranks what this one is asked for, and chooses the learning rate. Returns the time.
+static double step_begin(Run* run) {
+    const double begin = seconds_now();
+    Shard* shard = run->model->arena.shard;
+    signals_doing("this step");
+    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
+    run->step.lr = learning_rate(&run->schedule, run->folder.state.step);
+    return begin;
+}
+
+// Waits for the step that train_step has queued, and counts, logs and prints it. `ok` is what train_step returned.
+static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches, bool ok) {
     const RunState* state = &run->folder.state;
     StepReport* step = &run->step;
     Model* m = run->model;
-    Shard* shard = m->arena.shard;
-    const double begin = seconds_now();
-    const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-    signals_doing("this step");
-    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    step->lr = learning_rate(&run->schedule, state->step);
-    const bool ok = train_step(m, feeder, micro_batches, (float)step->lr, (float)run->options->clip, number);
+    float* scalars = run->scalars;
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-    shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+    shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (!ok || scalars[SCALAR_BAD] > 0) {
-        if (!saved) checkpoint_save(run);
+        if (run->saved_at < state->step) checkpoint_save(run);
         // The rank that found the bad data ends all ranks with its message; the others wait here for that.
-        if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
+        if (!feeder->error[0]) launch_any(m->launch, false);
         user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
     }
     step->loss = scalars[SCALAR_LOSS], step->norm = scalars[SCALAR_NORM];
@@ -1223,21 +1204,24 @@ static void train(Run* run) {
     Model* m = run->model;
     const RunState* state = &run->folder.state;
     int64_t sequences = o->tokens_per_step / o->seq;
-    LoaderSlice slice = {sequences / ranks_of(m), sequences};
+    LoaderSlice slice = {sequences / m->launch->world, sequences};
+    const int64_t micro_batches = slice.run / m->B;
     Feeder feeder;
     feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
-                state->sequences + rank_of(m) * slice.run, slice);
-    float scalars[SCALARS];
-    int64_t saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
+                state->sequences + m->launch->rank * slice.run, slice);
+    run->saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
     if (state->step == 0 && o->val_every > 0) run_validation(run);
     StepTimer* timer = &run->step.timer;
     *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
         if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
-        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars);
+        const double begin = step_begin(run);
+        const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
+        const bool ok = train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
+        step_end(run, &feeder, begin, micro_batches, ok);
         if (is_due(run, o->val_every)) run_validation(run);
-        const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
+        const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
         due = due || is_due(run, o->save_every);
         // While steps are skipped the weights may be useless, so they must not displace a good checkpoint.
@@ -1245,13 +1229,13 @@ static void train(Run* run) {
             due = false;
             useless = last && ends_useless(run);
             checkpoint_save(run, state->skipped_last == 0 && !useless);
-            saved_at = state->step;
+            run->saved_at = state->step;
         }
         if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
-    if (saved_at != state->step && !o->profile) checkpoint_save(run);
+    if (run->saved_at != state->step && !o->profile) checkpoint_save(run);
     require(report_end(&run->folder, stops(m), (double)(state->step - timer->from), timer->seconds, useless),
             run->folder.error);
     signals_doing(nullptr);
@@ -1263,25 +1247,24 @@ static void train(Run* run) {
 // Instead of training, with --model DIR: with `samples` it continues the prompts of --sample, on rank 0 alone;
 // otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
-    char error[DATA_ERROR_BYTES];
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, error);
-    require(folder != nullptr, error);
-    m.dev = &dev, m.launch = samples ? nullptr : launch;
+    const char* folder = checkpoint_model(&o->model, true, failure);
+    require(folder != nullptr, failure);
+    m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, error);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, failure);
+    if (!tokenizer) user_error("--model %s: %s", o->model, failure);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, failure), failure);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
@@ -1289,7 +1272,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, error), error);
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, failure), failure);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1302,33 +1285,34 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
 static void open_device(Run* run) {
     const Options* o = run->options;
     Model* m = run->model;
-    const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && run->launch->world == 1;
-    run->folder.quiet = run->launch->rank > 0;
+    const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && m->launch->world == 1;
+    run->folder.quiet = m->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     if (o->memory > 0 && !plans) {
         user_error("--memory plans for one GPU that need not be here; type --dry-run, without --device cpu or --gpus");
     }
     if (o->memory > 0) device_imagine(&run->dev, o->memory);
-    if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
-    m->dev = &run->dev, m->launch = run->launch;
-    m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard);
+    if (o->memory == 0) device_choose(&run->dev, o->device, m->launch, o->gpus);
+    m->dev = &run->dev;
+    m->arena.shard = shard_connect(&run->shard, m->launch, &run->dev, o->shard);
 }
 
 // Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
-    launch_any(run->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
-    if (run->launch->rank == 0) {
+    const Launch* launch = run->model->launch;
+    launch_any(launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
+    if (launch->rank == 0) {
         require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
     }
-    launch_broadcast(run->launch, run->folder.path, sizeof(run->folder.path));
-    launch_broadcast(run->launch, &o->sample_every, sizeof(o->sample_every));
+    launch_broadcast(launch, run->folder.path, sizeof(run->folder.path));
+    launch_broadcast(launch, &o->sample_every, sizeof(o->sample_every));
     Prompts* prompts = &run->folder.prompts;
-    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(run->launch, number, sizeof(*number));
+    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(launch, number, sizeof(*number));
     prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
     prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
-    launch_broadcast(run->launch, prompts->length, prompts->count * (int64_t)sizeof(int));
-    launch_broadcast(run->launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
+    launch_broadcast(launch, prompts->length, prompts->count * (int64_t)sizeof(int));
+    launch_broadcast(launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
 }
 
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
@@ -1352,26 +1336,24 @@ static void begin(Run* run) {
         }
         model_init(m, (uint64_t)run->options->seed);
     }
-    arena_changed(&m->arena);
-    arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
     signals_doing("this step");
     resume_paths(run->options);
     folder_begin(run);
     run->folder.started = seconds_now();
-    run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
+    run_log_config(&run->folder, run->dev.name, m->launch->world, m->parameters, run->val_data.bytes_per_token);
     require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static int train_main(Options* o, const Launch* launch) {
-    char error[DATA_ERROR_BYTES];
     static Model model;
     static Run run;
-    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &model;
+    run.options = run.folder.options = run.resume.options = o, run.model = &model;
+    model.launch = launch;
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
     sources[FROM_CHECKPOINT] = run.resume.from;
-    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, error);
-    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], error), error);
+    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, failure);
+    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], failure), failure);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
@@ -1379,7 +1361,7 @@ static int train_main(Options* o, const Launch* launch) {
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
-    run.step.peak = ranks_of(&model) * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
+    run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && run.folder.state.step >= o->steps) {
@@ -1416,19 +1398,18 @@ static void before_libraries(int, char**, char**) {
 __attribute__((section(".preinit_array"), used)) static const auto first_of_all = before_libraries;
 
 int main(int argc, char** argv) {
-    char error[DATA_ERROR_BYTES];
     openmp_wait_asleep(argv);
     Options options;
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, error), error);
+    require(options_parse(&options, argc, argv, failure), failure);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
+    require(options_apart(&options, failure) && gpt2_take_size(&options, failure), failure);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, error), error);
+    require(launch_environment(&launch, options.gpus, failure), failure);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);

@@ -168,7 +168,7 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
         json_write_number_member(state, ",\n", STATE[i].name, value);
     }
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", facts->formats);
-    options_json(facts->options, false, state);
+    options_json(facts->options, facts->asked, false, state);
     fprintf(state, ",\n");
     fclose(state);
     bool ok = tensors_end(writer) &&

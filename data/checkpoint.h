@@ -61,8 +61,8 @@ typedef struct {
 // What a checkpoint holds beside its arrays.
 typedef struct {
     const RunState* state;
-    const Options* options;  // as they are stored
-    const char* formats;     // JSON: how the optimizer stores weights and states
+    const Options *options, *asked;  // of the run; before options were derived
+    const char* formats;             // JSON: how the optimizer stores weights and states
     Gpt2Shape shape;
     const Json* config;  // config.json of the model that the run began with, or NULL
     int end_token;       // <|endoftext|>, or -1

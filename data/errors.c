@@ -1,6 +1,8 @@
 #include "errors.h"
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include "text.h"
 
@@ -13,6 +15,27 @@ bool data_error(char* error, const char* format, ...) {
     text_disarm(text, false);  // it may quote what a stranger wrote
     strcpy(error, text);
     return false;
+}
+
+void user_error(const char* format, ...) {
+    char message[32768];
+    va_list arguments;
+    va_start(arguments, format);
+    int used = snprintf(message, sizeof(message), "train: error: ");
+    used += vsnprintf(message + used, sizeof(message) - (size_t)used - 1, format, arguments);
+    va_end(arguments);
+    strcpy(message + (used < (int)sizeof(message) - 2 ? used : (int)sizeof(message) - 2), "\n");
+    text_disarm(message, true);  // it may quote names from a file that a stranger wrote
+    launch_failed(2, message);
+    fputs(message, stderr);
+    exit(2);
+}
+
+int require_stdout(void) {
+    struct pollfd out = {1, POLLOUT, 0};
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
+    user_error("standard output cannot be written; free space, or name another file");
 }
 
 // Weak: a program with several ranks links kernels/ranks/launch.c, whose function takes the place of this one.

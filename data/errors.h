@@ -12,6 +12,16 @@ C_LINKAGE_BEGIN
 // itself: a caller adds to the sentence of a function that it called.
 __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
 
+// Answers a user's mistake: prints one sentence (what was asked, what was found, what to type) and exits with code 2.
+__attribute__((noreturn, format(printf, 1, 2))) void user_error(const char* format, ...);
+// Ends the program with the sentence in `error` unless `ok`.
+static inline void require(bool ok, const char* error) {
+    if (!ok) user_error("%s", error);
+}
+// Ends the program if stdout cannot be written: without a message if the reader of the pipe has gone. Returns 0, the
+// exit code of a program that has only printed.
+int require_stdout(void);
+
 // A process that must end calls this first, with its exit code and its message. This one does nothing; with several
 // ranks, kernels/ranks/launch.c replaces it by one that prints the message once and ends all ranks. If it returns, the
 // caller prints the message and exits.

@@ -467,12 +467,12 @@ static void* loader_thread(void* argument) {
 static void loader_memory(Loader* loader, void* (*pinned_alloc)(size_t)) {
     int64_t n = (int64_t)loader->B * loader->T;
     int64_t rows = (n < loader->data->vocabulary ? n : loader->data->vocabulary) + 1;
-    int64_t part = (n + 63) / 64 * 64, bucket = (2 * rows + 63) / 64 * 64, each = 3 * part + bucket;
+    int64_t each = (3 * n + 2 * rows + 63) / 64 * 64;
     loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
     loader->count = memory_take((size_t)loader->data->vocabulary * sizeof(int));
     for (int i = 0; i < RING; i++) {
         int* at = loader->memory + i * each;
-        loader->batch[i] = (Batch){at, at + part, at + 2 * part, at + 3 * part, 0};
+        loader->batch[i] = (Batch){at, at + n, at + 2 * n, at + 3 * n, 0};
     }
 }
 

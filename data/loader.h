@@ -74,6 +74,7 @@ int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 // A loader reads batches of B windows ahead, on a thread. Without shuffle, sequence n is window n mod windows, or,
 // of a mixed data set, a fixed permutation of it.
 typedef struct Loader Loader;
+// The arrays lie one after another.
 typedef struct {
     int* tokens;   // (B, T)
     int* targets;  // (B, T)

@@ -67,6 +67,31 @@ void memory_drop(void* pointer) {
     free(*(void**)pointer);
 }
 
+// Returns the number that follows `name` in a line of a file of the kernel's; -1 if there is none.
+static int64_t number_in(const char* path, const char* name) {
+    FILE* file = fopen(path, "r");
+    char line[256];
+    long long number = -1;
+    while (file && number < 0 && fgets(line, sizeof(line), file)) {
+        if (strncmp(line, name, strlen(name)) == 0 && sscanf(line + strlen(name), "%lld", &number) != 1) number = -1;
+    }
+    if (file) fclose(file);
+    return number;
+}
+
+int64_t memory_left(void) {
+    const int64_t kilobytes = number_in("/proc/meminfo", "MemAvailable:");
+    const int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
+    // A container's limit may be lower. Its current use includes files in the page cache, which can be evicted.
+    const int64_t limit = number_in("/sys/fs/cgroup/memory.max", ""),
+                  current = number_in("/sys/fs/cgroup/memory.current", "");
+    if (limit < 0 || current < 0) return available;
+    const char* const stat = "/sys/fs/cgroup/memory.stat";
+    const int64_t inactive = number_in(stat, "inactive_file "), active = number_in(stat, "active_file ");
+    const int64_t left = limit - current + (inactive > 0 ? inactive : 0) + (active > 0 ? active : 0);
+    return left < available ? left : available;
+}
+
 char* text_part(const char* text, size_t bytes) {
     size_t length = strnlen(text, bytes);
     char* copy = memory_take(length + 1);

@@ -25,6 +25,9 @@ void* memory_aligned(size_t alignment, size_t bytes);
 #define SCOPED __attribute__((cleanup(memory_drop)))
 void memory_drop(void* pointer);  // frees what the variable at `pointer` points to
 
+// Returns the bytes of memory that this machine can still give.
+int64_t memory_left(void);
+
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);

@@ -337,13 +337,14 @@ bool option_is_saved(const Option* option) {
     return option->type != OPTION_FLAG && option < option_find("sample");  // the first of "instead of training"
 }
 
-void options_json(const Options* options, bool typed, FILE* file) {
+void options_json(const Options* options, const Options* asked, bool typed, FILE* file) {
+    const char* derived = "grads weight-decay override logit-rows val-every sample-every print-every release";
     const char* separator = "";
     fputc('{', file);
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         if (!option_is_saved(option)) continue;
-        const char* value = option_text(option, options);
+        const char* value = option_text(option, text_among(option->name, derived, ' ') ? asked : options);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         if (typed && number && *value <= '9') {  // not "auto" or "best"
             fprintf(file, "%s\"%s\": %s", separator, option->name, value);

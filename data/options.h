@@ -60,8 +60,8 @@ bool options_needed(const Options* options, char* error);
 // Returns whether files keep the option: flags and the options of "instead of training" are of one start alone.
 bool option_is_saved(const Option* option);
 // Writes {"name": value, ...} of the options that files keep. Values are strings; with `typed`, numbers are JSON
-// numbers.
-void options_json(const Options* options, bool typed, FILE* file);
+// numbers. An option that a run derives from others is written as it was asked for in `asked`.
+void options_json(const Options* options, const Options* asked, bool typed, FILE* file);
 // Prints what --help and --version ask for; true if one of them was typed.
 bool options_print(const Options* options, FILE* file);
 

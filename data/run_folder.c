@@ -100,7 +100,7 @@ bool run_folder_make(RunFolder* run, bool bytes) {
     SCOPED char* config;
     size_t length;
     FILE* options = text_stream(&config, &length);
-    options_json(run->options, false, options);
+    options_json(run->options, run->options, false, options);
     fputs("\n", options);
     fclose(options);
     if (!run->log || !file_write(path_in(run->path, "config.json"), config, (int64_t)length, error)) {
@@ -230,7 +230,7 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     for (int i = 0; i < 7; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
     write_command(log);
     fputs(", \"options\": ", log);
-    options_json(run->options, true, log);
+    options_json(run->options, run->options, true, log);
     fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
             (long long)parameters);
     json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);

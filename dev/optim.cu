@@ -12,7 +12,7 @@
 #include <errno.h>
 
 #include "../train_gpt2.cu"
-#include "../optim/rows/rows.h"
+#include "../optim/made.h"
 #include "../optim/storage.h"
 #include "../optim/table.cuh"
 #include "timing.h"
@@ -101,17 +101,16 @@ static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
 static int64_t traffic(const Optim* optim, const OptimConfig* config, const Model* m) {
     int64_t read = 2 * m->arena.elements, written = 0;  // bf16 gradients
     bool master = false;
-    for (int i = 0; i < optim_stream_count(optim); i++)
-        master = master || !strcmp(optim_stream(optim, i).name, "master");
-    for (int i = 0; i < optim_stream_count(optim); i++) {
-        OptimStream stream = optim_stream(optim, i);
+    for (int i = 0; i < optim->stream_count; i++) master = master || !strcmp(optim->stream[i].name, "master");
+    for (int i = 0; i < optim->stream_count; i++) {
+        OptimStream stream = optim->stream[i];
         int64_t size = stream.elements * stream.element_bytes;
         bool copy = master && strncmp(stream.name, "weights", 7) == 0;  // with its scales only written
         read += copy ? 0 : size;
         written += size;
     }
     bool twice = is_measured(config->weights) || is_measured(config->m) || is_measured(config->v);
-    written += optim_allocated(optim).compute;  // the matmul's copy is only written
+    written += optim->allocated.compute;  // the matmul's copy is only written
     return (twice ? 2 : 1) * read + written + passes_traffic(config, m);
 }
 
@@ -135,8 +134,8 @@ static bool is_right(const Device* gpu, const char* text) {
         optim_step(plain, host_grads, &one, 1e-3f, step);
     }
     bool right = true;
-    for (int i = 0; i < optim_stream_count(plain); i++) {
-        const OptimStream got = optim_stream(ours, i), want = optim_stream(plain, i);
+    for (int i = 0; i < plain->stream_count; i++) {
+        const OptimStream got = ours->stream[i], want = plain->stream[i];
         const int64_t bytes = want.elements * want.element_bytes;
         right = right && memcmp(room.to_host((const char*)got.data, bytes), want.data, (size_t)bytes) == 0;
     }

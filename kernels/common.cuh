@@ -16,8 +16,6 @@
 #include "no_cuda.h"
 #endif
 #include <signal.h>
-#include <poll.h>
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,8 +30,7 @@
 
 typedef __nv_bfloat16 bf16;
 
-// Errors. A failed library call prints all details and exits with code 1. A user's mistake is answered by one sentence
-// (what was asked, what was found, what to type) and exit code 2.
+// Errors. A failed library call prints all details and exits with code 1; data/errors.h answers a user's mistake.
 
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {
@@ -80,35 +77,6 @@ bool driver_bind(const char* name, Function* function) {
 #endif
     *function = (Function)found;
     return found != nullptr;
-}
-
-// A user's mistake: one sentence on stderr, exit code 2.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void user_error(const char* format, ...) {
-    char message[32768];
-    va_list arguments;
-    va_start(arguments, format);
-    int used = snprintf(message, sizeof(message), "train: error: ");
-    used += vsnprintf(message + used, sizeof(message) - used - 1, format, arguments);
-    va_end(arguments);
-    strcpy(message + (used < (int)sizeof(message) - 2 ? used : (int)sizeof(message) - 2), "\n");
-    text_disarm(message, true);  // it may quote names from a file that a stranger wrote
-    launch_failed(2, message);
-    fputs(message, stderr);
-    exit(2);
-}
-
-// Ends the program with the sentence in `error` unless `ok`.
-inline void require(bool ok, const char* error) {
-    if (!ok) user_error("%s", error);
-}
-
-// Ends the program if stdout cannot be written: without a message if the reader of the pipe has gone. Returns 0, the
-// exit code of a program that has only printed.
-inline int require_stdout() {
-    struct pollfd out = {1, POLLOUT, 0};
-    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
-    if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
-    user_error("standard output cannot be written; free space, or name another file");
 }
 
 // The device: a GPU, or this machine's cores.
@@ -191,18 +159,6 @@ inline void device_open(Device* dev, bool gpu, int index) {
     check(cudaMalloc(&dev->ticket, sizeof(int)));
     check(cudaMemsetAsync(dev->ticket, 0, sizeof(int), dev->stream));
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
-}
-
-constexpr int64_t ASSUMED_CONTEXT_BYTES = 512 << 20;  // of the driver, on a card that is not here
-
-// Makes a GPU with `memory` bytes for plans on a machine without one. Its multiprocessors and shared memory, which
-// determine the sizes of some scratch buffers, are those of an H100 or H200.
-inline void device_imagine(Device* dev, int64_t memory) {
-    memset(dev, 0, sizeof(*dev));
-    dev->gpu = dev->imagined = true;
-    snprintf(dev->name, sizeof(dev->name), "a GPU of %.4g GiB", (double)memory / (1ll << 30));
-    dev->sm_count = 132, dev->compute = 90, dev->memory = memory, dev->shared_memory = 227 << 10;
-    dev->context = ASSUMED_CONTEXT_BYTES;
 }
 
 inline void device_close(Device* dev) {
@@ -337,18 +293,6 @@ inline void copy_to_host(const Device* dev, void* host, const void* device, int6
     copy_to_device(dev, host, device, bytes);
 }
 
-// Returns the number that follows `name` in a line of a file of the kernel's; -1 if there is none.
-inline int64_t number_in(const char* path, const char* name) {
-    FILE* file = fopen(path, "r");
-    char line[256];
-    long long number = -1;
-    while (file && number < 0 && fgets(line, sizeof(line), file)) {
-        if (strncmp(line, name, strlen(name)) == 0 && sscanf(line + strlen(name), "%lld", &number) != 1) number = -1;
-    }
-    if (file) fclose(file);
-    return number;
-}
-
 // Returns the bytes that can be allocated now: the GPU's free memory, or this machine's available memory.
 inline int64_t memory_available(const Device* dev) {
     if (dev->imagined) return dev->memory - dev->context - WORKSPACE_BYTES;
@@ -357,44 +301,7 @@ inline int64_t memory_available(const Device* dev) {
         check(cudaMemGetInfo(&available, &total));
         return (int64_t)available;
     }
-    const int64_t kilobytes = number_in("/proc/meminfo", "MemAvailable:");
-    const int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
-    // A container's limit may be lower. Its current use includes files in the page cache, which can be evicted.
-    const int64_t limit = number_in("/sys/fs/cgroup/memory.max", ""),
-                  current = number_in("/sys/fs/cgroup/memory.current", "");
-    if (limit < 0 || current < 0) return available;
-    const char* const stat = "/sys/fs/cgroup/memory.stat";
-    const int64_t inactive = number_in(stat, "inactive_file "), active = number_in(stat, "active_file ");
-    const int64_t left = limit - current + (inactive > 0 ? inactive : 0) + (active > 0 ? active : 0);
-    return left < available ? left : available;
-}
-
-// Returns the dense peak of the device in FLOP/s by its vendor's figures; 0: unknown, and MFU is shown as "-".
-inline double device_peak(const Device* dev, bool fp32) {
-    struct Peak {
-        const char* name;
-        double bf16, fp32;  // TFLOP/s
-    };
-    static const Peak peaks[] = {{"H200", 989, 67},   {"H100 PCIe", 756, 51},  {"H100 NVL", 835, 60},
-                                 {"H100", 989, 67},   {"A100", 312, 19.5},     {"B200", 2250, 75},
-                                 {"L40S", 362, 91.6}, {"RTX 4090", 165, 82.6}, {"RTX 3090", 71, 35.6}};
-    for (const Peak& peak : peaks) {
-        if (dev->gpu && strstr(dev->name, peak.name)) return 1e12 * (fp32 ? peak.fp32 : peak.bf16);
-    }
-    return 0;
-}
-
-// Describes the device in one line, for the banner.
-inline const char* device_describe(const Device* dev, bool fp32) {
-    if (!dev->gpu) return text_kept("CPU, %ld cores: the plain C versions, fp32", sysconf(_SC_NPROCESSORS_ONLN));
-    if (dev->imagined) return text_kept("%s, which need not be here: this is a plan", dev->name);
-    int driver = 0, runtime = 0;
-    check(cudaDriverGetVersion(&driver));
-    check(cudaRuntimeGetVersion(&runtime));
-    const double peak = device_peak(dev, fp32);
-    const char* known = peak > 0 ? text_kept("  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16") : "";
-    return text_kept("%s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d%s", dev->name, dev->compute,
-                     dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, known);
+    return memory_left();
 }
 
 // Every kernel launch is followed by this call, so that launch errors (bad grid, no kernel image) show there.

@@ -4,7 +4,7 @@
 #include "common.cuh"
 
 // A micro-batch of N tokens on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in
-// data/loader.h. One block of memory, which begins at `tokens`, holds all of them.
+// data/loader.h. They lie one after another, as those of a Batch do.
 struct Input {
     int *tokens, *targets, *order, *bucket;
     int64_t N;
@@ -57,12 +57,8 @@ inline int feeder_next(Feeder* feeder, const Input* input) {
     const Batch* batch = loader_next(feeder->loader, feeder->error);
     if (!batch) return -1;
     feeder->fed++;
-    const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
-    int* to[] = {input->tokens, input->targets, input->order, input->bucket};
-    for (int i = 0; i < 4; i++) {
-        const int64_t count = i < 3 ? input->N : 2 * ((int64_t)batch->buckets + 1);
-        copy_on(dev, dev->stream, to[i], from[i], count * (int64_t)sizeof(int));
-    }
+    const int64_t count = 3 * input->N + 2 * ((int64_t)batch->buckets + 1);
+    copy_on(dev, dev->stream, input->tokens, batch->tokens, count * (int64_t)sizeof(int));
     if (dev->gpu) check(cudaEventRecord(event, dev->stream));
     return batch->buckets;
 }

@@ -36,29 +36,28 @@ inline void spill_close(Spill* s) {
     host_free(s->ring.dev, s->host);
 }
 
-// The four calls around the use of r(l), which is at `at`; with NULL they do nothing. This one before r(l) is written.
-inline void spill_room(const Spill* s, int l) {
-    if (s && l >= SPILL_PLACES) ring_write(&s->ring, l);
+inline bool spill_leaves(const Spill* s, int l) {
+    return l + SPILL_PLACES <= s->layers;
 }
 
-// r(l) is complete, and will not be written again: it leaves the device, unless it is one of the last.
-inline void spill_written(const Spill* s, int l, const void* at) {
-    if (!s || l + SPILL_PLACES > s->layers) return;
-    ring_after_stream(&s->ring, s->ring.out);
-    ring_copy(&s->ring, RING_OUT, s->host + l * s->bytes, at, s->bytes);
-    ring_drained(&s->ring, l);
+// The two calls around the use of r(l), which is at `at`; with NULL they do nothing. The forward pass makes this one
+// when r(l) is complete: r(l) leaves the device, unless it is one of the last, and r(l + 1) may be written.
+inline void spill_out(const Spill* s, int l, const void* at) {
+    if (s && spill_leaves(s, l)) {
+        ring_after_stream(&s->ring, s->ring.out);
+        ring_copy(&s->ring, RING_OUT, s->host + l * s->bytes, at, s->bytes);
+        ring_drained(&s->ring, l);
+    }
+    if (s && l + 1 >= SPILL_PLACES) ring_write(&s->ring, l + 1);
 }
 
-// Before r(l) is read in the backward pass, which takes the layers in falling order.
-inline void spill_need(const Spill* s, int l) {
-    if (s && l + SPILL_PLACES <= s->layers) ring_read(&s->ring, l);
-}
-
-// r(l) has been read for the last time: r(l - SPILL_PLACES), whose copy to the host the writer of r(l) waited for,
-// comes back.
-inline void spill_done(const Spill* s, int l, void* at) {
-    if (!s || l < SPILL_PLACES) return;
-    ring_after_stream(&s->ring, s->ring.in);
-    ring_copy(&s->ring, RING_IN, at, s->host + (l - SPILL_PLACES) * s->bytes, s->bytes);
-    ring_filled(&s->ring, l - SPILL_PLACES);
+// The backward pass makes this one when it has read r(l) for the last time: r(l - SPILL_PLACES), whose copy to the host
+// the writer of r(l) waited for, comes back, and r(l - 1) may be read.
+inline void spill_in(const Spill* s, int l, void* at) {
+    if (s && l >= SPILL_PLACES) {
+        ring_after_stream(&s->ring, s->ring.in);
+        ring_copy(&s->ring, RING_IN, at, s->host + (l - SPILL_PLACES) * s->bytes, s->bytes);
+        ring_filled(&s->ring, l - SPILL_PLACES);
+    }
+    if (s && l > 0 && spill_leaves(s, l - 1)) ring_read(&s->ring, l - 1);
 }

@@ -11,7 +11,7 @@
 #include <math.h>
 #include <setjmp.h>
 
-#include "../kernels/count_gpus.cuh"
+#include "../kernels/gpus.cuh"
 #include "loaded_cublaslt.h"
 #include "nibble_settings.h"
 
@@ -342,8 +342,8 @@ NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* 
 // States.
 
 NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
-    if (tensor == -1 && index >= 0 && index < optim_stream_count(optim->optim)) {
-        const OptimStream stream = optim_stream(optim->optim, index);
+    if (tensor == -1 && index >= 0 && index < optim->optim->stream_count) {
+        const OptimStream stream = optim->optim->stream[index];
         *state = {"", stream.dtype, stream.data, stream.elements * stream.element_bytes, 0, 0};
         snprintf(state->name, sizeof(state->name), "%s", stream.name);
         return 1;
@@ -397,8 +397,8 @@ struct StatesHeader {
 // Calls function(array, its bytes) for each array of the states.
 template <class Function>
 static void each_array(const NibbleOptim* optim, Function function) {
-    for (int s = 0; s < optim_stream_count(optim->optim); s++) {
-        const OptimStream stream = optim_stream(optim->optim, s);
+    for (int s = 0; s < optim->optim->stream_count; s++) {
+        const OptimStream stream = optim->optim->stream[s];
         function(stream.data, stream.elements * stream.element_bytes);
     }
 }

@@ -326,14 +326,6 @@ static int64_t weights_tile(const Optim* optim, int tensor) {
     return (kept->offset - weights_of(optim, tensor)->run->begin) / TILE_ELEMENTS;
 }
 
-OptimBytes optim_allocated(const Optim* optim) {
-    return optim->allocated;
-}
-
-void* optim_weights(const Optim* optim) {
-    return optim->seen;
-}
-
 // Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
 static void decode_tiles(const Optim* optim, const StoredWeights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
@@ -380,16 +372,6 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     const StoredWeights* weights = weights_of(optim, tensor);
     const int64_t tiles = tensor_padded(&optim->tensors[tensor]) / TILE_ELEMENTS;
     decode_tiles(optim, weights, weights_tile(optim, tensor), tiles, to);
-}
-
-// Streams.
-
-int optim_stream_count(const Optim* optim) {
-    return optim->stream_count;
-}
-
-OptimStream optim_stream(const Optim* optim, int index) {
-    return optim->stream[index];
 }
 
 void* optim_array(const Optim* optim, int tensor, Slot slot, int i) {

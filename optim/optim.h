@@ -110,14 +110,6 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-// A model's parts are its layers, 0 to layers - 1, and then these two: the embeddings and the last layernorm.
-inline int decoded_embeddings(int layers) {
-    return layers;
-}
-inline int decoded_final(int layers) {
-    return layers + 1;
-}
-
 constexpr int OPTIM_STREAMS = 108;  // at most
 
 // Gives each tensor its offset and returns the length of the arena in elements, a multiple of TILE_ELEMENTS. With a
@@ -164,10 +156,6 @@ void optim_set_weights(Optim* optim, int tensor, const float* values);
 // are not rounded to the compute type. A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
 
-// Returns the weights in the compute type, in device memory and the arena's layout, of a shard its runs. The pointer is
-// constant for the optimizer's life; it is NULL if the optimizer keeps no copy.
-void* optim_weights(const Optim* optim);
-
 // Returns the weights of one tensor, in device memory, if they are stored in the compute type; otherwise NULL. The
 // optimizer must have the whole arena.
 const void* optim_stored_weights(const Optim* optim, int tensor);
@@ -208,13 +196,6 @@ void optim_step_tensors(Optim* optim, const int* tensor, int count, const float*
 // Returns true if a resolved configuration allows optim_step_tensors; otherwise false with a sentence: for rules that
 // project gradients, and in the library for all rules that read matrices.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
-
-// Return the number of stored streams, and stream `index`, in a fixed order.
-int optim_stream_count(const Optim* optim);
-OptimStream optim_stream(const Optim* optim, int index);
-
-// Returns the bytes that are allocated: those of optim_bytes.
-OptimBytes optim_allocated(const Optim* optim);
 
 // Writes the name of the step's kernel for NVRTC (jit.h), which compiles it in optim_create.
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);

@@ -45,7 +45,7 @@ static void expect_copies(Test* test, const OptimRun* run, const char* what) {
     Room room(&run->dev);
     float* stored = room.host<float>(run->elements);
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
-    const char* seen = room.to_host((const char*)optim_weights(run->optim), run->elements * size);
+    const char* seen = room.to_host((const char*)run->optim->seen, run->elements * size);
     for (int t = 0; t < run->count; t++) {
         int64_t wrong = 0, at = run->tensor[t].offset;
         optim_get_weights(run->optim, t, stored);
@@ -124,8 +124,8 @@ LAW(padding_and_threads) {
     OptimRun fresh, run;
     open(&run, config, OPTIM_FP32), open(&fresh, config, OPTIM_FP32);
     omp_set_num_threads(1), run_steps(&run, 1, 3);
-    for (int s = 0; s < optim_stream_count(run.optim); s++) {
-        OptimStream stream = optim_stream(run.optim, s), begin = optim_stream(fresh.optim, s);
+    for (int s = 0; s < run.optim->stream_count; s++) {
+        OptimStream stream = run.optim->stream[s], begin = fresh.optim->stream[s];
         const int64_t bytes = stream.elements * stream.element_bytes, bits = 8 * bytes / run.elements;
         const bool wide = is(stream.dtype, "F32") || is(stream.dtype, "BF16") || is(stream.dtype, "F16");
         const bool whole = !*config.overrides || is(config.overrides, "none");  // the arena's layout
@@ -140,7 +140,7 @@ LAW(padding_and_threads) {
         expect(wrong == 0, "%s: %lld bytes of %s's padding", what, (long long)wrong, stream.name);
         expect(memcmp(now, before, (size_t)bytes) != 0, "%s: %s stands still", what, stream.name);
     }
-    const float* seen = (const float*)optim_weights(run.optim);
+    const float* seen = (const float*)run.optim->seen;
     for (int t = 0; t < run.count; t++) {
         int64_t i = run.tensor[t].offset + model[t].rows * model[t].cols, wrong = 0;
         for (; i < run.tensor[t].offset + tensor_padded(&run.tensor[t]); i++) wrong += seen[i] != 0.0f;
@@ -281,8 +281,8 @@ TEST(laws_override_arrays) {
     expect(m.elements == wide && v.elements == wide && is(m.dtype, "F32"), "%lld of %lld", (long long)m.elements,
            (long long)wide);
     int64_t found = 0;
-    for (int s = 0; s < optim_stream_count(run.optim); s++) {
-        const OptimStream stream = optim_stream(run.optim, s);
+    for (int s = 0; s < run.optim->stream_count; s++) {
+        const OptimStream stream = run.optim->stream[s];
         found += strstr(stream.name, "master") ? stream.elements : 0;
     }
     expect(found == master && master > 0, "masters of %lld elements, want %lld", (long long)found, (long long)master);

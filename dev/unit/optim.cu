@@ -157,7 +157,7 @@ TEST(optim_noise_of_a_step_is_independent) {
     for (int t = 0; t < 2; t++) optim_set_weights(run.optim, t, same);
     for (int step = 1; step <= 2; step++) {
         optim_step(run.optim, grads, &one, 1.0033f, step);
-        for (int s = 0; s < 3; s++) memcpy(kept[step - 1][s], optim_stream(run.optim, s).data, sizeof(kept[0][s]));
+        for (int s = 0; s < 3; s++) memcpy(kept[step - 1][s], run.optim->stream[s].data, sizeof(kept[0][s]));
     }
     const uint16_t *p = kept[0][0], *m = kept[0][1], *v = kept[0][2];
     const uint16_t* const pairs[][2] = {{p, m},          {p, v},     {m, v},     {m, kept[1][1]},

@@ -126,14 +126,14 @@ static void run_step(Placed* run, int step, unsigned missing = 0, bool found_inf
 
 // The weights of tensor `t` are those of a placed run.
 static bool weights_same(const Placed* a, const Placed* placed, int t) {
-    const void* seen = a->tables ? a->weights[t] : (char*)optim_weights(a->optim) + a->tensor[t].offset * a->bytes[0];
+    const void* seen = a->tables ? a->weights[t] : (char*)a->optim->seen + a->tensor[t].offset * a->bytes[0];
     return same_bytes(a, seen, placed, placed->weights[t], length(t) * a->bytes[0]);
 }
 
 // True if every array of the placed run is that of the other, which has the primary weights besides.
 static bool states_same(const Placed* arena, const Placed* placed, const char** different) {
-    for (int s = 0; s < optim_stream_count(placed->optim); s++) {
-        const OptimStream b = optim_stream(placed->optim, s);
+    for (int s = 0; s < placed->optim->stream_count; s++) {
+        const OptimStream b = placed->optim->stream[s];
         const int64_t bytes = b.elements * b.element_bytes;
         const OptimStream a = optim_stream_named(arena->optim, b.name);
         *different = b.name;
@@ -226,8 +226,8 @@ TEST_BOTH(placed_missing_gradients) {
                 expect(weights_same(moves ? &all : &one, &some, t) && (moves || !weights_same(&all, &some, t)),
                        "%s: %s", describe(&config), shapes[t].name);
             }
-            for (int s = 0; s < optim_stream_count(some.optim) && missing == matrices; s++) {
-                const OptimStream now = optim_stream(some.optim, s);
+            for (int s = 0; s < some.optim->stream_count && missing == matrices; s++) {
+                const OptimStream now = some.optim->stream[s];
                 const Placed* want = strchr(now.name, '[') ? &all : &one;
                 const void* wanted = optim_stream_named(want->optim, now.name).data;
                 expect(strncmp(now.name, "weights", 7) == 0 ||

@@ -27,7 +27,7 @@ TEST(memory_plan_offload) {
         model_allocate(&m, &config);
         const int64_t spilled = k == 1 ? spill_bytes(5, residual_bytes(&m)) : 0;
         const int64_t slots = k == 1 ? offload_bytes(&m.arena, &config) : 0;
-        const OptimBytes real = optim_allocated(m.arena.optim);
+        const OptimBytes real = m.arena.optim->allocated;
         expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
         expect(plan[k].states == real.states + real.tables + slots, "%lld of states", (long long)plan[k].states);
         if (spilled > 0) expect_allocated(test, "residuals", spilled, (void**)&m.spill.host, 1);
@@ -82,7 +82,7 @@ TEST(memory_plan) {
         OptimConfig config = setup_optim(&setup);
         MemoryPlan plan = memory_plan(&m, &config);
         OptimBytes bytes = optim_bytes(&dev, &config, m.arena.tensors, m.arena.count, m.arena.type),
-                   real = optim_allocated(m.arena.optim);
+                   real = m.arena.optim->allocated;
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
         const DecodedBytes rooms = decoded_bytes(&m.arena, &config);
         const int64_t room = rooms.room;

@@ -69,8 +69,8 @@ TEST_BOTH(model_refuses_to_save_nonfinite) {
     TestModel m(&dev, &TRAINED);
     model_init(&m, 5);
     Run* run = run_of(&m, &TRAINED, new_folder());
-    for (int i = -1; i < optim_stream_count(m.arena.optim); i++) {
-        OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.arena.optim, i);
+    for (int i = -1; i < m.arena.optim->stream_count; i++) {
+        OptimStream stream = i < 0 ? OptimStream{} : m.arena.optim->stream[i];
         const bool fp32 = i >= 0 && strcmp(stream.dtype, "F32") == 0;
         if (i >= 0 && !fp32 && strcmp(stream.dtype, "BF16") != 0) continue;
         char before[4], bad[4];

@@ -185,8 +185,8 @@ inline void* to_host(const OptimRun* run, const void* data, int64_t bytes) {
 
 // Returns the stream of this name; its data and name are NULL if there is none.
 inline OptimStream optim_stream_named(const Optim* optim, const char* name) {
-    for (int i = 0; i < optim_stream_count(optim); i++) {
-        if (is(optim_stream(optim, i).name, name)) return optim_stream(optim, i);
+    for (int i = 0; i < optim->stream_count; i++) {
+        if (is(optim->stream[i].name, name)) return optim->stream[i];
     }
     return {};
 }
@@ -205,16 +205,16 @@ inline bool same_bytes(const OptimRun* a, const void* x, const OptimRun* b, cons
 // Finds where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the
 // matmuls read are the same.
 inline const char* difference(const OptimRun* a, const OptimRun* b) {
-    if (optim_stream_count(a->optim) != optim_stream_count(b->optim)) return "the number of arrays";
-    for (int s = 0; s < optim_stream_count(a->optim); s++) {
-        OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
+    if (a->optim->stream_count != b->optim->stream_count) return "the number of arrays";
+    for (int s = 0; s < a->optim->stream_count; s++) {
+        OptimStream x = a->optim->stream[s], y = b->optim->stream[s];
         const int64_t bytes = x.elements * x.element_bytes;
         if (!is(x.name, y.name) || bytes != y.elements * y.element_bytes) return x.name;
         if (!same_bytes(a, x.data, b, y.data, bytes)) return x.name;
     }
     const int64_t held = shard_end(&a->config, a->elements) - shard_begin(&a->config),
                   size = a->compute == OPTIM_BF16 ? 2 : 4;
-    const void *x = optim_weights(a->optim), *y = optim_weights(b->optim);
+    const void *x = a->optim->seen, *y = b->optim->seen;
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
@@ -257,8 +257,8 @@ inline void stored_weights(void* context, int tensor, float* values) {
 inline bool run_load(OptimRun* to, const OptimRun* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
     OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, context};
-    for (int s = 0; s < optim_stream_count(from->optim); s++) {
-        OptimStream stream = optim_stream(from->optim, s);
+    for (int s = 0; s < from->optim->stream_count; s++) {
+        OptimStream stream = from->optim->stream[s];
         stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
     }
     const bool loaded = optim_load(to->optim, &stored, error);
@@ -278,7 +278,7 @@ inline Stored expect_load(Test* test, OptimRun* to, const OptimRun* from) {
 // override.cu's figures and the tests of memory in use look at the sizes themselves.
 inline void expect_planned(Test* test, const OptimRun* run, const char* what) {
     OptimBytes plan = optim_bytes(&run->dev, &run->config, run->tensor, run->count, run->compute);
-    OptimBytes real = optim_allocated(run->optim);
+    OptimBytes real = run->optim->allocated;
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
 }
 
@@ -329,8 +329,8 @@ void compile_all(Test* test, const std::vector<OptimConfig>& all, Has has, Optim
 
 // The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.
 inline void expect_joined(Test* test, const OptimRun* whole, const OptimRun* shards, int count, const char* what) {
-    for (int s = 0; s < optim_stream_count(whole->optim); s++) {
-        const OptimStream want = optim_stream(whole->optim, s);
+    for (int s = 0; s < whole->optim->stream_count; s++) {
+        const OptimStream want = whole->optim->stream[s];
         int64_t used = 0, bytes = want.elements * want.element_bytes;
         bool same = true;
         for (int k = 0; k < count; k++) {
@@ -346,8 +346,8 @@ inline void expect_joined(Test* test, const OptimRun* whole, const OptimRun* sha
     const int64_t size = whole->compute == OPTIM_BF16 ? 2 : 4;
     for (int k = 0; k < count; k++) {
         const int64_t begin = shard_begin(&shards[k].config), end = shard_end(&shards[k].config, whole->elements);
-        const char* copy = (const char*)optim_weights(whole->optim) + begin * size;
-        expect(same_bytes(&shards[k], optim_weights(shards[k].optim), whole, copy, (end - begin) * size),
+        const char* copy = (const char*)whole->optim->seen + begin * size;
+        expect(same_bytes(&shards[k], shards[k].optim->seen, whole, copy, (end - begin) * size),
                "%s: what the matmuls read of shard %d", what, k);
         expect_planned(test, &shards[k], what);
     }

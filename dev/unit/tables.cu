@@ -47,10 +47,9 @@ static Cost cost_of(Test* test, const OptimConfig* config) {
     OptimRun run;
     open_matrix(&run, config);
     const Optim* optim = run.optim;
-    const OptimBytes real = optim_allocated(optim);
+    const OptimBytes real = optim->allocated;
     int64_t listed = 0;
-    for (int s = 0; s < optim_stream_count(optim); s++)
-        listed += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
+    for (int s = 0; s < optim->stream_count; s++) listed += optim->stream[s].elements * optim->stream[s].element_bytes;
     const char *line = described(*config), *cost;
     for (cost = line; strstr(cost + 1, "  "); cost = strstr(cost + 1, "  ")) continue;
     expect_planned(test, &run, line);
@@ -91,8 +90,8 @@ static void check_listed(Test* test, const Listed* row, const OptimConfig* confi
     const Optim* optim = run.optim;
     const char *scales = formatted("%s.scales", array), *low = formatted("%s.low", array);
     int64_t bits = 0, block = 0, bytes = 0;
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        OptimStream stream = optim_stream(optim, s);
+    for (int s = 0; s < optim->stream_count; s++) {
+        OptimStream stream = optim->stream[s];
         if (is(stream.name, array)) bits = stream.elements * stream.element_bytes * 8 / ELEMENTS;
         bool scale = is(stream.name, scales) || (is(stream.name, low) && is(stream.dtype, "F32"));
         if (scale) block = ELEMENTS / stream.elements;

@@ -20,7 +20,7 @@
 
 #include "../../data/files.h"
 #include "../common.cuh"
-#include "../count_gpus.cuh"
+#include "../gpus.cuh"
 #include "launch.h"
 #include "peer.cuh"
 

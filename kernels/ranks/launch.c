@@ -12,6 +12,8 @@
 #include "../../data/signals.h"
 #include "rendezvous.h"
 
+const Launch LAUNCH_ALONE = {.world = 1, .source = ""};
+
 enum { MOST_RANKS = 1024 };
 
 // Returns a whole number in the environment; -1 if it is absent or not a number.

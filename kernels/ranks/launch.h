@@ -29,6 +29,7 @@ typedef struct {
     bool has_secret;  // false: NIBBLE_SECRET is not set, so anybody could make the key
     uint64_t key[2];  // of the secret, the job and its ranks, which prove to each other that they have it
 } Launch;
+extern const Launch LAUNCH_ALONE;  // rank 0 of 1
 
 // Reads the environment; false with a sentence if it is incomplete, contradicts itself, or --gpus is above 1 as well.
 bool launch_environment(Launch* launch, int64_t gpus, char* error);

@@ -446,6 +446,7 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction h
 
 // Makes all ranks agree on the step's loss, the sum of their shares, and on the flags.
 inline void shard_agree(Shard* s, float* scalars) {
+    if (!s) return;
     const float* flag = s->flags;
 #ifdef __CUDACC__
     if (s->comm.dev->gpu) launch_kernel(s->comm.dev, shard_flags_kernel, 1, 1, 0, scalars, flag[0], flag[1], flag[2]);

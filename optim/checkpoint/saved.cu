@@ -76,8 +76,8 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
     OptimConfig whole = optim->config;
     whole.runs = nullptr;
     saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, optim->tensors, optim->count);
-    for (int i = 0; i < optim_stream_count(optim); i++) {
-        OptimStream stream = optim_stream(optim, i);
+    for (int i = 0; i < optim->stream_count; i++) {
+        OptimStream stream = optim->stream[i];
         const Plan* plan = saved->whole;
         const LaunchPlan* launch = &plan->launch[stream.index];
         const bool weights = stream.slot == SLOT_WEIGHTS;
@@ -116,8 +116,8 @@ void optim_saved_close(OptimSaved* saved) {
 bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, int64_t elements) {
     if (shard_splits(shard, SHARD_WEIGHTS)) return true;
     if (weights) return shard_equal(shard, weights, elements * shard->weight_bytes);
-    for (int i = 0; i < optim_stream_count(optim); i++) {
-        const OptimStream stream = optim_stream(optim, i);
+    for (int i = 0; i < optim->stream_count; i++) {
+        const OptimStream stream = optim->stream[i];
         const int64_t bytes = stream.elements * stream.element_bytes;
         if (stream.is_weights && !shard_equal(shard, stream.data, bytes)) return false;
     }

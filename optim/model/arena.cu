@@ -164,7 +164,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     const OptimConfig own_config = arena_config(a, config);
     a->optim = optim_create(a->dev, &own_config, a->tensors, a->count, a->type);
-    a->weights = optim_weights(a->optim);
+    a->weights = a->optim->seen;
     if (!config->keeps_copy) a->decoded = decoded_open(a);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
@@ -238,4 +238,11 @@ void arena_need(const Arena* a, int part, int next) {
 void arena_changed(const Arena* a) {
     decoded_forget(a->decoded);
     if (a->shard) shard_publish(a->shard);
+}
+
+void arena_loaded(const Arena* a, float last_norm) {
+    if (!a->optim) return;
+    optim_decode(a->optim);
+    arena_changed(a);
+    if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last_norm, sizeof(last_norm));
 }

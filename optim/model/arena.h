@@ -7,7 +7,7 @@
 //     released    parts are stepped inside the backward pass, and their gradients take turns in memory
 //     offloaded   states are in host memory and are copied to the device a part at a time
 //
-// A part is a layer, the embeddings or the last layernorm (decoded_embeddings, decoded_final). An arena holds all
+// A part is a layer, or one of the two behind them, the embeddings and the last layernorm. An arena holds all
 // tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, and
 // arena_at knows where. model.h says what each way costs.
 #pragma once
@@ -19,11 +19,13 @@ struct Fp8;
 typedef struct Decoded Decoded;
 typedef struct Offload Offload;
 
-// A step: its clipping, learning rate and number.
-struct ArenaStep {
-    float clip, lr;
-    int64_t number;
-};
+// Return the number of a part that is no layer.
+inline int part_embeddings(int layers) {
+    return layers;
+}
+inline int part_final(int layers) {
+    return layers + 1;
+}
 
 struct Arena {
     // The caller sets these; arena_tensors makes the arrays.
@@ -55,7 +57,8 @@ struct Arena {
     bool by_parts;              // steps are taken part by part; otherwise a step has one norm and one factor
     double* part_square;        // (layers + 2) device memory: squares of the gradients of each part
     float *factor, *last_norm;  // (PART_TENSORS) of the tensors of a part; what the next step clips by (--clip-by last)
-    ArenaStep step;             // the step that arena_begin began
+    float clip, lr;             // of the step that arena_begin began
+    int64_t step;               // its number, from 1
     float* scalars;             // its scalars
     bool stepping;              // the backward pass takes this step
 };
@@ -93,7 +96,7 @@ const uint8_t* arena_codes(const Arena* arena, int t);
 // Sets a buffer of dequant_bytes into which such matrices are decoded from here on, for passes that read all weights
 // from arena_at. NULL ends this, and arena_at is NULL for these matrices again.
 void arena_dequant_buffer(const Arena* arena, void* buffer);
-// Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call optim_decode after the last
+// Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call arena_loaded after the last
 // tensor.
 void arena_set(Arena* arena, int t, const float* values);
 // Does the same with normal numbers (kernels/random.h) in the first `rows` rows and zeros in the others. `values` has
@@ -104,31 +107,31 @@ void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float mean, fl
 // of the weights, it also begins to gather those of layer `next`.
 void arena_need(const Arena* arena, int part, int next = -1);
 // Makes the states up to date for whatever is queued on the device's stream from here on. Call it before reading
-// states.
-void arena_settle(const Arena* arena);
+// states. Returns the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
+float arena_settle(const Arena* arena);
 
-// Call this when the weights have changed: decoded copies are dropped, and other ranks receive the new weights.
-void arena_changed(const Arena* arena);
+// Call this when all weights have been set from outside: what the matmuls read is made anew, and other ranks receive
+// the weights. `last_norm` is what arena_settle returned when they were saved.
+void arena_loaded(const Arena* arena, float last_norm);
 
-// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that calls arena_room
-// and arena_done for each part and arena_attention for each layer; and arena_step.
+// A step is a call of arena_begin; for each micro-batch, shard_micro_batch and a backward pass that makes the calls
+// arena_layer_begin, arena_before_attention and arena_layer_end; and arena_step.
 //
 // Begins a step, whose fp8 scales it sets. `scalars` is in device memory (shard.cuh lists them) and receives the norm,
 // the clip factor and what else is known when the step ends; `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Makes room for the gradients of a part; the gradients of another part that lay there are lost. Call it before the
-// first gradient of the part is written; the layer above writes the first one, of the layer's projection. Part `layers`
-// is everything outside of the layers.
-void arena_room(const Arena* arena, int part);
-// Call this when the gradients of a part are complete in this micro-batch. If gradients are released, it takes the
-// part's step; otherwise it begins their sum over the ranks, or leaves that to arena_attention.
-void arena_done(const Arena* arena, int part);
+// Makes room for the gradients of a layer; the gradients of another layer that lay there are lost. Call it before the
+// first gradient of the layer is written, that of its last bias, which the layernorm above writes. Layer `layers`
+// stands for everything outside of the layers.
+void arena_layer_begin(const Arena* arena, int layer);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).
-void arena_attention(const Arena* arena);
+void arena_before_attention(const Arena* arena);
+// Call this when the gradients of a part are complete in this micro-batch: of the last layernorm, of each layer from
+// the last one down, and of the embeddings. If gradients are released, it takes the part's step; otherwise it begins
+// their sum over the ranks, or leaves that to arena_before_attention. Then it makes the weights of the layer below
+// available, as arena_need does.
+void arena_layer_end(const Arena* arena, int part);
 // Computes the norm of the gradients and the clip factor, and takes the step. If the loss or the norm is not finite,
 // the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own factor.
 void arena_step(Arena* arena);
-// Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
-float arena_last_norm(const Arena* arena);
-void arena_set_last_norm(const Arena* arena, float last);

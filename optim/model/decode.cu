@@ -20,7 +20,7 @@ static DecodedKind decoded_kind(const Arena* a, const Plan* plan, int t) {
 // Lays out the tensors of a kind: those of a layer one after another, two layers in turn, which the embeddings share,
 // then the last layernorm. Sets the bytes in place[t] at which these tensors begin, and returns the bytes of all.
 static int64_t parts_room(const Arena* a, const Plan* plan, DecodedKind kind, int64_t* place) {
-    const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
+    const int layers = a->layers, embeddings = part_embeddings(layers), last = part_final(layers);
     const int64_t element_bytes = a->type == OPTIM_FP32 ? 4 : 2;
     int64_t *used = (int64_t*)memory_zero((size_t)layers + 2, sizeof(int64_t)), layer = 0;
     for (int t = 0; t < a->count; t++) {
@@ -90,11 +90,11 @@ void* decoded_at(const Arena* a, int t) {
 
 void decoded_need(const Arena* a, int part) {
     Decoded* d = a->decoded;
-    const bool last = part == decoded_final(a->layers);
+    const bool last = part == part_final(a->layers);
     bool takes_room = false;
     for (int t = 0; t < a->count && d; t++) takes_room = takes_room || (a->part[t] == part && d->place[t] >= 0);
     if (!takes_room) return;
-    if (last ? d->last_is_there : !ring_fetch(&d->ring, part, part == decoded_embeddings(a->layers))) return;
+    if (last ? d->last_is_there : !ring_fetch(&d->ring, part, part == part_embeddings(a->layers))) return;
     d->last_is_there = d->last_is_there || last;
     for (int t = 0; t < a->count; t++) {
         void* to = a->part[t] == part && d->place[t] >= 0 ? decoded_at(a, t) : nullptr;

@@ -10,6 +10,8 @@ struct PartList {
     int count, tensor[PART_TENSORS];
 };
 PartList part_list(const Arena* arena, int part);
+// Drops decoded copies of the weights, which have changed, and sends other ranks the new weights.
+void arena_changed(const Arena* arena);
 
 // Weights that are stored in another type than the matmuls read are decoded a part at a time (decode.cu), so that
 // memory holds no second copy of the model. A part that is not there is decoded on the device's stream, after all

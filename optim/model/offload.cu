@@ -86,7 +86,7 @@ int64_t offload_bytes(const Arena* a, const OptimConfig* config) {
 // Several ranks sum the last layernorm with the embeddings, and step it after them.
 Offload* offload_open(const Arena* a) {
     Offload* o = (Offload*)memory_zero(1, sizeof(Offload));
-    const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
+    const int layers = a->layers, embeddings = part_embeddings(layers), last = part_final(layers);
     o->optim = a->optim, o->plan = a->optim->plan;
     o->run = part_runs(a, o->plan);
     o->order = (int*)memory_take((size_t)(layers + 2) * sizeof(int));
@@ -171,6 +171,9 @@ int offload_part(const Offload* o, int i) {
     return i < o->used ? o->order[i] : -1;
 }
 
-void arena_settle(const Arena* a) {
+float arena_settle(const Arena* a) {
+    float last = 0.0f;
     if (a->offload) ring_settle(&a->offload->ring);
+    if (a->by_parts) copy_to_host(a->dev, &last, a->last_norm, sizeof(last));
+    return last;
 }

@@ -25,16 +25,6 @@ int64_t part_square_bytes(const Arena* a) {
     return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
 }
 
-float arena_last_norm(const Arena* a) {
-    float last = 0.0f;
-    if (a->by_parts) copy_to_host(a->dev, &last, a->last_norm, sizeof(last));
-    return last;
-}
-
-void arena_set_last_norm(const Arena* a, float last) {
-    if (a->by_parts) copy_to_device(a->dev, a->last_norm, &last, sizeof(last));
-}
-
 // Computes the squares of gradients that begin at `grads`, if there are no other ranks that have agreed on their sums'.
 static void arena_squares(const Arena* a, const void* grads, int64_t first, int64_t tiles) {
     const Device* dev = a->dev;
@@ -48,7 +38,7 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
     const int some = each ? 1 : list->count;
     offload_take(a->offload, part);
     for (int i = 0; i < list->count; i += some) {
-        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->step.lr, a->step.number);
+        optim_step_tensors(a->optim, list->tensor + i, some, factor + i, a->lr, a->step);
     }
     offload_give(a->offload, part);
 }
@@ -56,8 +46,8 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
 // Computes the norm of a part's gradients and steps the part.
 static void release_part(const Arena* a, int part) {
     const PartList list = part_list(a, part);
-    const PartClip clip = {a->clip_by,   a->step.clip,          a->scalars + SCALAR_LOSS,
-                           a->last_norm, a->part_square + part, a->factor};
+    const PartClip clip = {a->clip_by, a->clip, a->scalars + SCALAR_LOSS, a->last_norm, a->part_square + part,
+                           a->factor};
     PartTiles tiles = {{}, {}, list.count};
     named(a->dev, "optimizer");
     for (int i = 0; i < list.count; i++) {
@@ -71,8 +61,7 @@ static void release_part(const Arena* a, int part) {
 }
 
 void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
-    a->step = {clip, lr, step};
-    a->scalars = scalars;
+    a->clip = clip, a->lr = lr, a->step = step, a->scalars = scalars;
     a->stepping = a->releases;
     if (!a->fp8) return;
     fp8_begin(a->dev, a->fp8, step);
@@ -81,17 +70,8 @@ void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
     fp8_event(a->dev, a->fp8, FP8_AGREE);
 }
 
-static void arena_reduce(const Arena* a, int part) {
-    a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
-}
-
-void arena_attention(const Arena* a) {
+void arena_before_attention(const Arena* a) {
     a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
-}
-
-// Makes all ranks agree on the loss of the step before they step the first part.
-static void arena_agree(const Arena* a) {
-    if (a->shard) shard_agree(a->shard, a->scalars);
 }
 
 // Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
@@ -100,27 +80,24 @@ static void arena_step_sums(const Arena* a, int part) {
     release_part(a, part);
 }
 
-// Does arena_done for several ranks. The sum over the ranks takes some time, so a layer is stepped only when its room
-// is needed again, or at the end. The last layernorm is summed with the embeddings.
-static void arena_done_ranks(const Arena* a, int part) {
-    const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
-    if (part == final) arena_agree(a);
-    if (part == final) return;
-    if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
-    if (part == embeddings) arena_step_sums(a, 0);
-    arena_reduce(a, part);
-    if (part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+void arena_layer_begin(const Arena* a, int layer) {
+    if (a->stepping && a->shard && layer + 2 < a->layers) return arena_step_sums(a, layer + 2);
+    shard_grads_free(a->shard, layer);
 }
 
-void arena_room(const Arena* a, int part) {
-    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
-    shard_grads_free(a->shard, part);
-}
-
-void arena_done(const Arena* a, int part) {
-    if (a->stepping && a->shard) return arena_done_ranks(a, part);
-    if (a->stepping) release_part(a, part);
-    if (part <= a->layers) arena_reduce(a, part);
+// The sum over several ranks takes some time, so a layer is stepped only when its room is needed again, or at the end.
+// The last layernorm is summed with the embeddings.
+void arena_layer_end(const Arena* a, int part) {
+    const int embeddings = part_embeddings(a->layers), final = part_final(a->layers);
+    const int below = part == final ? a->layers - 1 : part == embeddings ? -1 : part - 1;
+    const bool alone = a->stepping && !a->shard, ranks = a->stepping && a->shard;
+    if (alone) release_part(a, part);
+    if (ranks && part == final) shard_agree(a->shard, a->scalars);  // on the loss, before they step the first part
+    if (ranks && part == 0 && a->layers > 1) arena_step_sums(a, 1);
+    if (ranks && part == embeddings) arena_step_sums(a, 0);
+    if (part != final) a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
+    if (ranks && part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+    if (below >= 0) arena_need(a, below, below - 1);
 }
 
 void offload_step(const Arena* a, const float* factor) {
@@ -133,19 +110,19 @@ void offload_step(const Arena* a, const float* factor) {
 
 void arena_step(Arena* a) {
     float* scalars = a->scalars;
-    if (!a->stepping) arena_agree(a);  // also waits for the last sums
+    if (!a->stepping) shard_agree(a->shard, scalars);  // also waits for the last sums
     if (a->by_parts) {
-        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
+        for (int part = 0; part <= part_final(a->layers) && !a->stepping; part++) release_part(a, part);
         part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
         arena_squares(a, a->grads, 0, tiles);
-        norm_of_tiles(a->dev, scalars + SCALAR_NORM, a->squares, tiles, a->step.clip, scalars);
+        norm_of_tiles(a->dev, scalars + SCALAR_NORM, a->squares, tiles, a->clip, scalars);
         named(a->dev, "optimizer");
         const float* factor = scalars + SCALAR_FACTOR;
         if (a->offload) offload_step(a, factor);
-        if (!a->offload) optim_step(a->optim, nullptr, factor, a->step.lr, a->step.number);
+        if (!a->offload) optim_step(a->optim, nullptr, factor, a->lr, a->step);
     }
     a->stepping = false;
     arena_changed(a);
