@@ -275,7 +275,7 @@ float stream_ms(cudaStream_t stream, const Run& run) {
 // Queues a copy on a stream of the device; on the CPU it copies at once. "Device memory" may be pinned host memory,
 // where an optimizer's states are (optim/model/offload.cu), so the addresses decide the direction.
 inline void copy_on(const Device* dev, cudaStream_t stream, void* to, const void* from, int64_t bytes) {
-    if (bytes == 0) return;
+    if (bytes <= 0) return;
     if (dev->gpu) {
         check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, stream));
     } else {
