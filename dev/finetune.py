@@ -42,14 +42,19 @@ def text_of(a):
             return model(input_ids=rows, labels=rows).loss
 
     def lambada(model):
-        right, lines = 0, open(a.lambada).readlines() if a.lambada else []
-        for line in map(json.loads, lines):
+        rows, right = [], 0
+        for line in map(json.loads, open(a.lambada) if a.lambada else ()):
             begin, word = (line["context"], line["continuation"]) if "context" in line else line["text"].rsplit(" ", 1)
             ends = encode(" " + word.strip())
-            row = torch.tensor([(encode(begin.rstrip()) + ends)[-length:]], device=model.device)
+            rows.append(((encode(begin.rstrip()) + ends)[-length:], ends))
+        rows.sort(key=lambda row: len(row[0]))  # rows of about one length make a batch
+        for first in range(0, len(rows), 64):
+            its = rows[first:first + 64]
+            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row, _ in its], batch_first=True)
             with torch.autocast(model.device.type, BF16):
-                right += model(row).logits[0, -len(ends) - 1:-1].argmax(-1).tolist() == ends
-        return round(right / len(lines), 4) if lines else ""
+                guesses = model(padded.to(model.device)).logits.argmax(-1).tolist()
+            right += sum(guess[len(row) - len(ends) - 1:len(row) - 1] == ends for guess, (row, ends) in zip(guesses, its))
+        return round(right / len(rows), 4) if rows else ""
     return make, loss, lambada
 
 
