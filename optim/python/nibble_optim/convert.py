@@ -1,12 +1,10 @@
 """Converts between a torch optimizer's states and ./train's optimizer.safetensors, to the bit. Formats, rule and
 overrides must be the same on both sides; names of arrays and sizes say which array is which."""
 import json
+import re
 import struct
 
 import torch
-
-SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
-               "I16": torch.int16, "F8_E8M0": torch.uint8, "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8}
 
 
 def _read(path):
@@ -22,7 +20,7 @@ def _read(path):
 def _write(path, arrays):
     header, at = {}, 0
     for name, (dtype, data) in arrays.items():
-        elements = data.numel() // SAFETENSORS[dtype].itemsize
+        elements = data.numel() * 8 // int(re.search(r"\d+", dtype)[0])  # BF16 has 16 bits, F8_E4M3 has 8
         header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at + data.numel()]}
         at += data.numel()
     text = json.dumps(header).encode()

@@ -7,7 +7,7 @@ import re
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 5
+VERSION = 6
 ERROR_BYTES = 32768
 
 
@@ -78,7 +78,8 @@ def _open():
             ("list", c_char_p, [c_char_p]), ("save", status, [handle, c_void_p, c_void_p, error]),
             ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
             ("place", Place, [handle, c_int]), ("describe", c_char_p, [handle]),
-            ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
+            ("setting", c_char_p, [handle, c_char_p]), ("matches", c_int, [c_char_p, c_char_p]),
+            ("gpus", c_int, []), ("version", c_int, [])]:
         function = getattr(library, "nibble_optim_" + name)
         function.restype, function.argtypes = result, arguments
     if library.nibble_optim_version() != VERSION:
@@ -203,6 +204,11 @@ class Handle:
 def gpus() -> int:
     """Returns how many GPUs the library can use."""
     return library().nibble_optim_gpus()
+
+
+def matches(patterns: str, *names: str) -> bool:
+    """Returns True if one of the patterns, which have | between them, matches one of the names, as in overrides."""
+    return any(library().nibble_optim_matches(patterns.encode(), name.encode()) for name in names)
 
 
 def presets() -> None:

@@ -188,7 +188,7 @@ class Part:
             self.handle = self._open(settings, tensors)
             return
         ranks = shares.Ranks(cut[0])
-        self.handle = self._open({**settings, "share": f"rest/{ranks.count}"}, tensors)
+        self.handle = self._open({**settings, "shares": ranks.count}, tensors)
         owners = [self.handle.place(t).owner for t in range(len(tensors))]
         self.owned = [t for t, owner in enumerate(owners) if owner >= 0]
         self.together_of = [self.handle.place(t).together for t in range(len(tensors))]
