@@ -70,10 +70,10 @@ typedef struct {
 // Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: the path in NIBBLE_CUBLASLT, or one that the
 // loader finds. They update only matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias"
 // have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are, those of bf16 as the
-// preset says, and those of fp16 as fp16:sr, or as fp16+fp32 where the preset keeps more bits than bf16. `tensors` are
-// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
-// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
-// nibble_optim_free frees the optimizer.
+// preset says, and those of fp16 as fp16:sr, or as fp16+fp32 where the preset keeps more bits than bf16; weights that
+// are named for bf16 are those of fp16 in the same way. `tensors` are copied. `allocate` may be null. Otherwise it
+// returns device memory for the states, aligned to 16 bytes, or null if there is none; this memory stays the caller's
+// and must outlive the optimizer. `stream` is a CUDA stream, or null. nibble_optim_free frees the optimizer.
 NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
                                  int count, void* (*allocate)(void* context, int64_t bytes), void* context,
                                  void* stream, char* error);

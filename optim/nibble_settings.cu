@@ -135,9 +135,11 @@ void settings_read(NibbleOptim* optim, const char* const* settings) {
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
     require(optim_resolve(config, error), error);
-    // The presets' weights are for bf16: fp16 takes a master where these have more bits beside them.
-    if (optim->compute == OPTIM_FP16 && !typed)
-        config->weights = strchr(config->weights, '+') ? "fp16+fp32" : "fp16:sr";
+    // Presets and callers name weights of bf16: fp16 takes a master where these have more bits beside them.
+    const bool of_bf16 = !typed || text_among(config->weights, "bf16|bf16:sr|bf16+fp32|bf16+8|bf16+16", '|');
+    const bool nearest = strcmp(config->weights, "bf16") == 0;
+    if (optim->compute == OPTIM_FP16 && of_bf16)
+        config->weights = strchr(config->weights, '+') ? "fp16+fp32" : nearest ? "fp16" : "fp16:sr";
 }
 
 void require_weights(const NibbleOptim* optim, const Plan* plan) {

@@ -1,6 +1,7 @@
 """Calls libnibble_optim.so through ctypes; ../../nibble_optim.h describes each function. Tensors are addresses, so this
 file needs neither torch nor NumPy. A status other than 0 becomes a Python exception with the library's sentence."""
 import ctypes
+import functools
 import glob
 import os
 import re
@@ -87,16 +88,11 @@ def _open():
     return library
 
 
-_library = None
-
-
+@functools.lru_cache(None)
 def library():
     """Returns the library, which the first call opens."""
-    global _library
-    if _library is None:
-        _load("libnvrtc", "cuda_nvrtc")
-        _library = _open()
-    return _library
+    _load("libnvrtc", "cuda_nvrtc")
+    return _open()
 
 
 def as_arguments(sentence):

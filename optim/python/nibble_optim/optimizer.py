@@ -32,8 +32,6 @@ REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, whic
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
 LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "apollo-factored", "rmnp",
               "normuon-lite")
-FP16_WEIGHTS = {"bf16": "fp16", "bf16:sr": "fp16:sr", "bf16+fp32": "fp16+fp32", "bf16+8": "fp16+fp32",
-                "bf16+16": "fp16+fp32"}  # what fp16 parameters take for bf16's
 NO_EPS = ("lion", "sgd", "sgdw", "sgd-nesterov", "sgdw-nesterov", "muon", "rmnp")
 
 
@@ -97,6 +95,7 @@ class Optimizer(torch.optim.Optimizer):
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
+    _answer = None  # compat: a function (part, tensor, key) for Part.answer
     _grad_name = "grad"  # of the attribute of parameters that has their gradients
     _given = {}  # what compat set of these and of its own, for copies
 
@@ -197,8 +196,6 @@ class Optimizer(torch.optim.Optimizer):
             settings.pop("weights", None)  # they are stored as they are
         elif self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
-        if params[0].dtype is torch.float16 and "weights" in settings:
-            settings["weights"] = FP16_WEIGHTS.get(settings["weights"], settings["weights"])
         if self._apart is not None:
             settings["releases"] = 1
         return {**settings, "parameters": PARAMETERS[params[0].dtype]}

@@ -1,7 +1,12 @@
 """Optimizers of bitsandbytes.optim with 8-bit and 32-bit states. min_8bit_size counts the elements of the whole tensor.
-The Paged classes exist for their names; their states stay on the GPU. Adam decays as AdamW does, as it does there."""
+The Paged classes exist for their names; their states stay on the GPU. Adam decays as AdamW does, as it does there.
+State entries have its names too: state1 and state2, of 8 bits as codes with absmax1, qmap1, absmax2 and qmap2."""
+import ctypes
 import sys
 
+import torch
+
+from .. import library
 from . import absent, drop_in
 
 _BITS = ", optim_bits=32, args=None, min_8bit_size=4096"
@@ -76,6 +81,26 @@ def _settings(name, rule, bits):
     return settings
 
 
+def _levels(moment):
+    """Returns what the 256 codes of "m" or "v" stand for beside a scale of 1, in fp32."""
+    handle = library.Handle(dict(m="dyn8/256", v="udyn8/256", parameters="fp32"), [("levels", 1, 256, 0, -1)])
+    at = {name: address for name, _, address, *_ in handle.states(0)}
+    ctypes.memmove(at[moment], bytes(range(256)), 256)
+    ctypes.c_float.from_address(at[moment + ".scales"]).value = 1.0
+    values = torch.empty(256)
+    handle.moment(0, moment, values.data_ptr(), False)
+    return values
+
+
+def _answer(part, tensor, key):
+    what, moment = key[:-1], {"1": "m", "2": "v"}.get(key[-1:], "")
+    array = part.views[tensor].get(moment + {"state": "", "absmax": ".scales", "qmap": ".scales"}.get(what, "?"))
+    if array is None:
+        return None
+    return lambda: _levels(moment).to(part.device) if what == "qmap" else \
+        array.view(part.kept_shapes[tensor]) if what == "state" else array
+
+
 def _is_small(self, param):
     return GlobalOptimManager.get_instance().pid2config.get(id(param), super(type(self), self)._is_small(param))
 
@@ -87,7 +112,7 @@ for _base, (_rule, _signature, _bits_of_all, _paged_of_all) in _FAMILIES.items()
             _its = _signature if _bits == 0 or _bits_of_all else _signature.replace(", optim_bits=32", "")
             _its += ", is_paged=False" if _paged_of_all or not _prefix and _base != "SGD" else ""
             globals()[_name] = drop_in(_name, _its, _settings(_name, _rule, _bits), rule=_rule)
-            globals()[_name]._is_small = _is_small
+            globals()[_name]._is_small, globals()[_name]._answer = _is_small, staticmethod(_answer)
 for _base, _instead in _ABSENT.items():
     for _suffix in ("", "8bit", "32bit") if _base != "PytorchLARS" else ("",):
         globals()[_base + _suffix] = absent(_base + _suffix, f"take {_instead}")
