@@ -93,12 +93,14 @@ def _levels(moment):
 
 
 def _answer(part, tensor, key):
-    what, moment = key[:-1], {"1": "m", "2": "v"}.get(key[-1:], "")
-    array = part.views[tensor].get(moment + {"state": "", "absmax": ".scales", "qmap": ".scales"}.get(what, "?"))
-    if array is None:
+    views, moments = part.views[tensor], {"1": ("m", "slow"), "2": ("v",)}.get(key[-1:], ())  # AdEMAMix's are stacked
+    suffix = {"state": "", "absmax": ".scales", "qmap": ".scales"}.get(key[:-1], "?")
+    shape = (-1,) if suffix else part.kept_shapes[tensor]
+    arrays = [views[moment + suffix].view(shape) for moment in moments if moment + suffix in views]
+    if not arrays:
         return None
-    return lambda: _levels(moment).to(part.device) if what == "qmap" else \
-        array.view(part.kept_shapes[tensor]) if what == "state" else array
+    return lambda: _levels(moments[0]).to(part.device) if key.startswith("qmap") else \
+        arrays[0] if len(arrays) == 1 else torch.stack(arrays)
 
 
 def _is_small(self, param):
