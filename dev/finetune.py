@@ -38,18 +38,19 @@ def text_of(a):
         its, draw = val if number < 0 else train, torch.Generator().manual_seed(number)
         at = torch.randint(len(its) - length, (a.batch, 1), generator=draw) + torch.arange(length)
         rows = its[at].to(model.device)
-        with torch.autocast(model.device.type, BF16):
-            return model(input_ids=rows, labels=rows).loss
+        return model(input_ids=rows, labels=rows).loss
 
     def lambada(model):
-        right, lines = 0, open(a.lambada).readlines() if a.lambada else []
-        for line in map(json.loads, lines):
+        by_length, right = {}, 0  # questions of one length are a batch
+        for line in map(json.loads, open(a.lambada) if a.lambada else ()):
             begin, word = (line["context"], line["continuation"]) if "context" in line else line["text"].rsplit(" ", 1)
             ends = encode(" " + word.strip())
-            row = torch.tensor([(encode(begin.rstrip()) + ends)[-length:]], device=model.device)
-            with torch.autocast(model.device.type, BF16):
-                right += model(row).logits[0, -len(ends) - 1:-1].argmax(-1).tolist() == ends
-        return round(right / len(lines), 4) if lines else ""
+            row = (encode(begin.rstrip()) + ends)[-length:]
+            by_length.setdefault(len(row), []).append((row, ends))
+        for its in by_length.values():
+            guesses = model(torch.tensor([row for row, _ in its], device=model.device)).logits.argmax(-1).tolist()
+            right += sum(guess[-len(ends) - 1:-1] == ends for guess, (_, ends) in zip(guesses, its))
+        return round(right / sum(map(len, by_length.values())), 4) if by_length else ""
     return make, loss, lambada
 
 
@@ -62,8 +63,7 @@ def images_of(a):
 
     def loss(model, number):
         pixels = torch.randn(a.batch, 3, 224, 224, generator=torch.Generator().manual_seed(number)).to(model.device)
-        with torch.autocast(model.device.type, BF16):
-            return model(pixel_values=pixels, labels=torch.arange(a.batch, device=model.device)).loss
+        return model(pixel_values=pixels, labels=torch.arange(a.batch, device=model.device)).loss
     return lambda: ViTForImageClassification(config), loss, lambda model: ""
 
 
@@ -75,6 +75,7 @@ def tuned(name, make_model, loss, lambada, a, device):
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(1)
+    loss, lambada = map(torch.autocast(device, BF16), (loss, torch.no_grad()(lambada)))
     model = make_model().to(device, dtype)
     params = list(model.parameters())
     validate = torch.no_grad()(lambda: round(sum(loss(model.eval(), -i).item() for i in range(1, 17)) / 16, 4))
@@ -96,7 +97,7 @@ def tuned(name, make_model, loss, lambada, a, device):
     if not gpu:
         states = sum(held(v) for its in optimizer.state.values() for v in its.values() if torch.is_tensor(v))
     return (name, sum(p.nbytes for p in params), states, torch.cuda.max_memory_allocated() if gpu else "",
-            *(round(median(each), 3) for each in zip(*times)), before, validate(), torch.no_grad()(lambada)(model))
+            *(round(median(each), 3) for each in zip(*times)), before, validate(), lambada(model))
 
 
 def main():

@@ -91,8 +91,7 @@ def both(make):
 
 def galore(named):
     matrices, rest = split(named)
-    rank = min(matrices[0].shape) // 4
-    projected = dict(params=matrices, rank=rank, update_proj_gap=200, scale=0.25, proj_type="std")
+    projected = dict(params=matrices, rank=min(matrices[0].shape) // 4, update_proj_gap=200, scale=0.25, proj_type="std")
     return peer("galore_torch", "GaLoreAdamW")([dict(params=rest), projected])
 
 

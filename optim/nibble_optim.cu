@@ -248,7 +248,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
     const NibbleStatus status = guarded(error, &blocks, [&] {
         optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
         block_left(optim);  // from here on nibble_optim_free frees it
-        optim->config = OptimConfig(), optim->gpu = -1, optim->count = count;
+        optim->config = OptimConfig(), optim->gpu = -1, optim->share = -1, optim->count = count;
         optim_make(optim, settings, tensors, allocate, context, stream, &before);
     });
     *result = status == NIBBLE_OK ? optim : nullptr;
@@ -495,6 +495,10 @@ NIBBLE_API const char* nibble_optim_list(const char* what) {
     if (strcmp(what, "formats") == 0) optim_list_formats(file);
     fclose(file);
     return text;
+}
+
+NIBBLE_API int nibble_optim_matches(const char* patterns, const char* name) {
+    return patterns_match(patterns, name);
 }
 
 NIBBLE_API int nibble_optim_gpus(void) {

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define NIBBLE_OPTIM_VERSION 5
+#define NIBBLE_OPTIM_VERSION 6
 #define NIBBLE_ERROR_BYTES 32768
 
 typedef enum {
@@ -38,7 +38,7 @@ typedef struct NibbleOptim NibbleOptim;
 // `first` + `count` - 1, counted row by row, lie here. Blocks of a format begin at the whole tensor's first element,
 // and noise is counted over the whole model, so a part gets the bits that the whole tensor would get there, except that
 // each part of a cut block has its own scale. Rules that read rows or matrices refuse parts, except adam-mini if it is
-// cut at rows; the setting `share` is for them. Without it, whole matrices that follow parts of other tensors draw the
+// cut at rows; the setting `shares` is for them. Without it, whole matrices that follow parts of other tensors draw the
 // noise of another place.
 typedef struct {
     const char* name;    // for overrides and messages
@@ -54,11 +54,12 @@ typedef struct {
 //                 rank_reset, seed
 //     grads       fp32 or bf16; by default the parameters' type, fp32 for fp16
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0
-//     share       for N processes that hold parts of some tensors, cut at rows. Tensors that a rule, a format or
+//     part        1: the tensors are part of a model, so patterns of overrides need not match; by default 0
+//     shares      N, for N processes that hold parts of some tensors, cut at rows. Tensors that a rule, a format or
 //                 limit_growth reads whole get owners; so do cut tensors whose rows (elements of vectors) do not
-//                 hold whole blocks of states. I/N: this optimizer has the tensors that process I (from 0) owns,
-//                 whole, and no others; rest/N: it has all tensors without owners. Both get the same list of
-//                 tensors; nibble_optim_place tells the owners, to whom the caller brings the other processes' rows
+//                 hold whole blocks of states. This optimizer has all tensors without owners or, with share=I, those
+//                 that process I (from 0) owns, whole, and no others. Both get the same list of tensors;
+//                 nibble_optim_place tells the owners, to whom the caller brings the other processes' rows
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is complete;
 //                 rules that take matrices together and need buffers for them are then refused
 //     stacked     for rules that read matrices, the number of equal matrices that a tensor's rows are stacked from,
@@ -69,10 +70,10 @@ typedef struct {
 // Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: the path in NIBBLE_CUBLASLT, or one that the
 // loader finds. They update only matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias"
 // have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are, those of bf16 as the
-// preset says, and those of fp16 as fp16:sr, or as fp16+fp32 where the preset keeps more bits than bf16. `tensors` are
-// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
-// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
-// nibble_optim_free frees the optimizer.
+// preset says, and those of fp16 as fp16:sr, or as fp16+fp32 where the preset keeps more bits than bf16; weights that
+// are named for bf16 are those of fp16 in the same way. `tensors` are copied. `allocate` may be null. Otherwise it
+// returns device memory for the states, aligned to 16 bytes, or null if there is none; this memory stays the caller's
+// and must outlive the optimizer. `stream` is a CUDA stream, or null. nibble_optim_free frees the optimizer.
 NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
                                  int count, void* (*allocate)(void* context, int64_t bytes), void* context,
                                  void* stream, char* error);
@@ -145,7 +146,7 @@ void nibble_optim_loaded(NibbleOptim* optim);
 
 typedef struct {
     int64_t element;  // where the tensor's first element lies in the model
-    int owner;        // number of its owner (the setting `share`); -1: it has none
+    int owner;        // number of its owner (the setting `shares`); -1: it has none
     int together;     // number of its set, if a step takes all tensors of a set or none, as with a rule that reads
                       // rows or matrices; -1: it may have a gradient or not
 } NibblePlace;
@@ -159,6 +160,8 @@ const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
 // Returns what ./train --list-presets or --list-formats prints, for "presets" or "formats". The text is valid until the
 // next call.
 const char* nibble_optim_list(const char* what);
+// Returns 1 if a tensor's name matches one of the patterns, which have | between them, as overrides have them; else 0.
+int nibble_optim_matches(const char* patterns, const char* name);
 // Returns how many GPUs the library can use; 0 if it was built without CUDA.
 int nibble_optim_gpus(void);
 // Returns the version of this header that the library was built with.

@@ -25,19 +25,6 @@ static uint64_t setting_count(const char* key, const char* value, uint64_t most)
     return number;
 }
 
-// Sets share and shares from I/N or rest/N.
-static void setting_share(NibbleOptim* optim, const char* value) {
-    const char* slash = strchr(value, '/');
-    const bool rest = strncmp(value, "rest/", 5) == 0;
-    char *end = nullptr, *last = nullptr;
-    const long share = rest ? -1 : strtol(value, &end, 10), shares = slash ? strtol(slash + 1, &last, 10) : 0;
-    const bool numbers = slash && slash != value && (rest || end == slash) && *last == 0;
-    if (!numbers || share >= shares || shares < 1 || shares > 1 << 20 || *value == '-') {
-        user_error("share: \"%s\" was found; type I/N, with I from 0 to N - 1, or rest/N", value);
-    }
-    optim->share = (int)share, optim->shares = (int)shares;
-}
-
 #define IN_CONFIG(MEMBER) (offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER))
 static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"parameters", PARAMETERS, 0},
@@ -50,7 +37,9 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"overrides", TEXT, IN_CONFIG(overrides)},
                                         {"stacked", TEXT, offsetof(NibbleOptim, stacked)},
                                         {"capturable", SWITCH, IN_CONFIG(replays)},
-                                        {"share", SHARE, 0},
+                                        {"part", SWITCH, IN_CONFIG(part)},
+                                        {"share", COUNT, offsetof(NibbleOptim, share)},
+                                        {"shares", COUNT, offsetof(NibbleOptim, shares)},
                                         {"releases", SWITCH, offsetof(NibbleOptim, releases)},
                                         {"seed", SEED, IN_CONFIG(seed)},
                                         {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
@@ -118,7 +107,6 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         optim->config.relative_steps = choice & 1, optim->config.scale_by_rms = choice & 2;
     }
     if (setting->kind == DEVICE) setting_device(optim, value);
-    if (setting->kind == SHARE) setting_share(optim, value);
 }
 
 void settings_read(NibbleOptim* optim, const char* const* settings) {
@@ -140,12 +128,18 @@ void settings_read(NibbleOptim* optim, const char* const* settings) {
     const bool typed = config->weights && *config->weights;
     if (optim->compute == OPTIM_FP32 && !typed) config->weights = "fp32";
     if (!config->grads || !*config->grads) config->grads = optim->compute == OPTIM_BF16 ? "bf16" : "fp32";
+    if (optim->share >= optim->shares || optim->shares > 1 << 20) {
+        user_error("share: %lld of %lld was found; give a share below the number of shares, which is at most 2^20",
+                   (long long)optim->share, (long long)optim->shares);
+    }
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
     require(optim_resolve(config, error), error);
-    // The presets' weights are for bf16: fp16 takes a master where these have more bits beside them.
-    if (optim->compute == OPTIM_FP16 && !typed)
-        config->weights = strchr(config->weights, '+') ? "fp16+fp32" : "fp16:sr";
+    // Presets and callers name weights of bf16: fp16 takes a master where these have more bits beside them.
+    const bool of_bf16 = !typed || text_among(config->weights, "bf16|bf16:sr|bf16+fp32|bf16+8|bf16+16", '|');
+    const bool nearest = strcmp(config->weights, "bf16") == 0;
+    if (optim->compute == OPTIM_FP16 && of_bf16)
+        config->weights = strchr(config->weights, '+') ? "fp16+fp32" : nearest ? "fp16" : "fp16:sr";
 }
 
 void require_weights(const NibbleOptim* optim, const Plan* plan) {
@@ -221,27 +215,22 @@ static void owners_find(NibbleOptim* optim, const Plan* plan) {
             const bool before = optim->owner[u] >= 0 && whole[u].offset < whole[t].offset;
             middle += before ? (double)tensor_padded(&whole[u]) : 0.0;
         }
-        if (optim->owner[t] >= 0) optim->owner[t] = (int)(middle / (double)(all > 0 ? all : 1) * optim->shares);
+        if (optim->owner[t] >= 0) optim->owner[t] = (int)(middle / (double)(all > 0 ? all : 1) * (double)optim->shares);
     }
 }
 
 // Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
 static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
     int parts = 1;
-    for (const char *at = stacked ? stacked : "", *end; *at; at = *end ? end + 1 : end) {
-        end = at + strcspn(at, ";");
-        while (*at == ' ') at++;
-        const char* colon = at + strcspn(at, ":;");
+    for (const char* list = stacked; list && *list;) {
+        const char *word = text_word(&list, ';'), *number_at = word + strspn(word, " ");
+        const char* patterns = text_word(&number_at, ':');
         char* rest = nullptr;
-        const long number = *colon == ':' ? strtol(colon + 1, &rest, 10) : 0;
-        if (number < 1 || number > 1024 || rest + strspn(rest, " ") != end) {
-            user_error("stacked: \"%.*s\" was found; type a pattern of names and a number, say c_attn.weight:3",
-                       (int)(end - at), at);
+        const long number = number_at ? strtol(number_at, &rest, 10) : 0;
+        if (number < 1 || number > 1024 || rest[strspn(rest, " ")]) {
+            user_error("stacked: \"%s\" was found; type a pattern of names and a number, say c_attn.weight:3", word);
         }
-        for (const char *p = at, *stop; p < colon && tensor->rows > 1; p = stop + 1) {
-            stop = p + strcspn(p, "|:");
-            if (pattern_matches(p, stop, tensor->name)) parts = (int)number;
-        }
+        if (tensor->rows > 1 && patterns_match(patterns, tensor->name)) parts = (int)number;
     }
     if (tensor->rows % parts == 0) return parts;
     user_error("stacked: %s has %lld rows, which are no %d equal matrices", tensor->name, (long long)tensor->rows,

@@ -23,10 +23,10 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count) the weights kept beside a parameter must be made from it again
     int count;
-    int share, shares;    // the share that is kept here, -1: tensors without owners; 0 shares: all tensors
-    int* owner;           // (count) the share that has a tensor, or -1
-    bool releases;        // each tensor has its own optimizer and is stepped in the backward pass
-    const char* stacked;  // of the settings, or null
+    int64_t share, shares;  // the share that is kept here, -1: tensors without owners; 0 shares: all tensors
+    int* owner;             // (count) the share that has a tensor, or -1
+    bool releases;          // each tensor has its own optimizer and is stepped in the backward pass
+    const char* stacked;    // of the settings, or null
     int64_t element, end;
     SliceRun run;                                     // of a share with owners: its tensors
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
@@ -36,7 +36,7 @@ struct NibbleOptim {
 };
 
 // How the value of a setting is read. SWITCH is a number, true above 0; ON_OFF is a word.
-enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, ADAFACTOR_LR, SHARE };
+enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, ADAFACTOR_LR };
 
 struct Setting {
     const char* key;
@@ -52,5 +52,5 @@ void settings_read(NibbleOptim* optim, const char* const* settings);
 void require_weights(const NibbleOptim* optim, const Plan* plan);
 // Copies and checks the caller's tensors, and lays out the arena.
 void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors);
-// Returns true if another optimizer has the tensor (the setting `share`).
+// Returns true if another optimizer has the tensor (the setting `shares`).
 bool is_elsewhere(const NibbleOptim* optim, int tensor);

@@ -72,6 +72,7 @@ struct OptimConfig {
     bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
     bool replays = false;            // placed steps may be captured in CUDA graphs
+    bool part = false;               // the tensors are part of a model, so a pattern may match none of them
     bool placed = false;  // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
     // The memory stays the caller's. Null: the optimizer allocates and frees.

@@ -36,8 +36,8 @@ bool pattern_matches(const char* begin, const char* end, const char* name) {
     return false;
 }
 
-bool override_matches(const Override* rule, const char* name) {
-    for (const char *p = rule->patterns, *end; *p; p = *end ? end + 1 : end) {
+bool patterns_match(const char* patterns, const char* name) {
+    for (const char *p = patterns, *end; *p; p = *end ? end + 1 : end) {
         end = p + strcspn(p, "|");
         if (pattern_matches(p, end, name)) return true;
     }

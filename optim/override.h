@@ -29,7 +29,7 @@ struct Override {
 // overrides. Names of rules and formats are not checked. NULL, "" and "none" hold no overrides.
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error);
 
-// Returns true if a tensor's name matches one of the patterns.
-bool override_matches(const Override* rule, const char* name);
+// Returns true if a tensor's name matches one of the patterns, which have | between them.
+bool patterns_match(const char* patterns, const char* name);
 // Does the same for one pattern, [begin, end), which holds no |.
 bool pattern_matches(const char* begin, const char* end, const char* name);

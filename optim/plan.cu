@@ -72,7 +72,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
-        if (!override_matches(change, tensor->name)) continue;
+        if (!patterns_match(change->patterns, tensor->name)) continue;
         if (*change->rule) rule = change->rule, pattern[1] = change->patterns;
         if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
         if (*change->m) m = change->m, pattern[1] = change->patterns;
@@ -86,15 +86,12 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const bool independent = strcmp(config->decay_mode, "independent") == 0;
     if (is_low_rank(row) && !independent && !typed) decay *= row->slower;
     const bool vector = tensor->rows == 1 && tensor->cols > 0;  // without elements here, other processes have them
-    if (row->matrix && vector && config->placed) {
-        user_error(
-            "%s updates matrices, and %s is a vector; give vectors and embeddings a group with an adamw preset, or "
-            "type overrides=\"%s: rule=adamw v=fp32\", say",
-            row->name, tensor->name, tensor->name);
-    }
     if (row->matrix && vector) {
-        user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
-                   tensor->name, NON_MATRIX_TENSORS);
+        const char* advice = config->placed
+                                 ? "give vectors and embeddings a group with an adamw preset, or type overrides="
+                                 : "type --override ";
+        user_error("%s updates matrices, and %s is a vector; %s\"%s: rule=adamw v=fp32\", say", row->name, tensor->name,
+                   advice, config->placed ? tensor->name : NON_MATRIX_TENSORS);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
     TensorPlan* own = &plan->tensor[index];
@@ -107,7 +104,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
 // match.
 static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int count) {
     const OptimConfig* config = &plan->launch[0].config;
-    if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
+    if (config->part || strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
     for (int i = 0; i < plan->override_count; i++) {
         if (strcmp(plan->overrides[i].patterns, NON_MATRIX_TENSORS) == 0) continue;
         for (const char *p = plan->overrides[i].patterns, *end; *p; p = *end ? end + 1 : end) {

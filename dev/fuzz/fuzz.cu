@@ -262,7 +262,7 @@ static void fuzz_overrides(FuzzInput input) {
     const bool fine = overrides_parse(text, overrides, &count, error);
     if (!fine) demand_sentence(error);
     demand(!fine || count <= OVERRIDES);
-    for (int i = 0; i < count && fine; i++) override_matches(&overrides[i], name);
+    for (int i = 0; i < count && fine; i++) patterns_match(overrides[i].patterns, name);
     Options options = standard_options();
     OptimConfig config;
     options.overrides = text;

@@ -87,7 +87,7 @@ static Settings settings_of(const OptimRun* run, const OptimTensor& tensor, cons
     if (!overrides_parse(run->config.overrides, changes, &count, error)) user_error("%s", error);
     if (is_low_rank(rule) && !is(run->config.decay_mode, "independent")) its.decay *= rule->slower;
     for (const Override* change = changes; change < changes + count; change++) {
-        if (!override_matches(change, tensor.name)) continue;
+        if (!patterns_match(change->patterns, tensor.name)) continue;
         its.lr *= change->lr;
         if (change->decay >= 0.0) its.decay = change->decay;
     }

@@ -36,7 +36,7 @@ TEST(override_patterns) {
         int count;
         snprintf(text, sizeof(text), " %s : lr=2 ;", patterns);
         expect(overrides_parse(text, parsed, &count, error) && count == 1, "%s", error);
-        expect(override_matches(&parsed[0], name) == matches, "%s and %s", patterns, name);
+        expect(patterns_match(parsed[0].patterns, name) == matches, "%s and %s", patterns, name);
     }
     char longest[200] = "w";
     for (int i = 0; i < 11; i++) strcat(longest, "|h.3.attn.c_");

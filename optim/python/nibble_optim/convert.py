@@ -1,12 +1,10 @@
 """Converts between a torch optimizer's states and ./train's optimizer.safetensors, to the bit. Formats, rule and
 overrides must be the same on both sides; names of arrays and sizes say which array is which."""
 import json
+import re
 import struct
 
 import torch
-
-SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8,
-               "I16": torch.int16, "F8_E8M0": torch.uint8, "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8}
 
 
 def _read(path):
@@ -22,7 +20,7 @@ def _read(path):
 def _write(path, arrays):
     header, at = {}, 0
     for name, (dtype, data) in arrays.items():
-        elements = data.numel() // SAFETENSORS[dtype].itemsize
+        elements = data.numel() * 8 // int(re.search(r"\d+", dtype)[0])  # BF16 has 16 bits, F8_E4M3 has 8
         header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at + data.numel()]}
         at += data.numel()
     text = json.dumps(header).encode()
@@ -74,16 +72,13 @@ def from_train(optimizer, path, step):
     """Fills the states of an optimizer from optimizer.safetensors. The optimizer must have been stepped or have loaded
     states before; `step` is the checkpoint's."""
     part = _single(optimizer)
-    saved = _read(path)
-    wanted = {name: (dtype, address, size) for name, dtype, address, size, *_ in part.handle.states()}
-    for name, (dtype, _, size) in wanted.items():
-        if name not in saved or saved[name][0] != dtype or saved[name][1].numel() != size:
-            raise ValueError(f"{path}: no array {name} of {dtype} with {size} bytes, which {part.handle.describe()} "
-                             "with these parameters needs")
-    if set(saved) - set(wanted):
-        raise ValueError(f"{path}: the array {sorted(set(saved) - set(wanted))[0]} is of no use for "
-                         f"{part.handle.describe()}")
-    for name, (_, address, size) in wanted.items():
+    saved, arrays = _read(path), list(part.handle.states())
+    found = {name: (dtype, data.numel()) for name, (dtype, data) in saved.items()}
+    wanted = {name: (dtype, size) for name, dtype, _, size, *_ in arrays}
+    for name in [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]:
+        raise ValueError(f"{path}: {name} has type and bytes {found.get(name)}, and {part.handle.describe()} with these "
+                         f"parameters has {wanted.get(name)}")
+    for name, _, address, size, *_ in arrays:
         part.bytes_at(address, size).copy_(saved[name][1])
     part.publish(optimizer.state, [step] * len(part.params))
     for group in optimizer.param_groups:

@@ -1,13 +1,14 @@
 """Calls libnibble_optim.so through ctypes; ../../nibble_optim.h describes each function. Tensors are addresses, so this
 file needs neither torch nor NumPy. A status other than 0 becomes a Python exception with the library's sentence."""
 import ctypes
+import functools
 import glob
 import os
 import re
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 5
+VERSION = 6
 ERROR_BYTES = 32768
 
 
@@ -78,7 +79,8 @@ def _open():
             ("list", c_char_p, [c_char_p]), ("save", status, [handle, c_void_p, c_void_p, error]),
             ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
             ("place", Place, [handle, c_int]), ("describe", c_char_p, [handle]),
-            ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
+            ("setting", c_char_p, [handle, c_char_p]), ("matches", c_int, [c_char_p, c_char_p]),
+            ("gpus", c_int, []), ("version", c_int, [])]:
         function = getattr(library, "nibble_optim_" + name)
         function.restype, function.argtypes = result, arguments
     if library.nibble_optim_version() != VERSION:
@@ -86,16 +88,11 @@ def _open():
     return library
 
 
-_library = None
-
-
+@functools.lru_cache(None)
 def library():
     """Returns the library, which the first call opens."""
-    global _library
-    if _library is None:
-        _load("libnvrtc", "cuda_nvrtc")
-        _library = _open()
-    return _library
+    _load("libnvrtc", "cuda_nvrtc")
+    return _open()
 
 
 def as_arguments(sentence):
@@ -203,6 +200,11 @@ class Handle:
 def gpus() -> int:
     """Returns how many GPUs the library can use."""
     return library().nibble_optim_gpus()
+
+
+def matches(patterns: str, *names: str) -> bool:
+    """Returns True if one of the patterns, which have | between them, matches one of the names, as in overrides."""
+    return any(library().nibble_optim_matches(patterns.encode(), name.encode()) for name in names)
 
 
 def presets() -> None:

@@ -32,8 +32,6 @@ REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, whic
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
 LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "apollo-factored", "rmnp",
               "normuon-lite")
-FP16_WEIGHTS = {"bf16": "fp16", "bf16:sr": "fp16:sr", "bf16+fp32": "fp16+fp32", "bf16+8": "fp16+fp32",
-                "bf16+16": "fp16+fp32"}  # what fp16 parameters take for bf16's
 NO_EPS = ("lion", "sgd", "sgdw", "sgd-nesterov", "sgdw-nesterov", "muon", "rmnp")
 
 
@@ -43,13 +41,6 @@ def _by_pattern(text):
         patterns, colon, settings = part.partition(":")
         if part.strip():
             yield "".join(patterns.split()) if colon else patterns, colon, settings
-
-
-def _matches(patterns, *names):
-    """Returns True if one of the patterns matches some name, from its beginning or a dot up to its end or a dot."""
-    its = re.escape("|".join(filter(None, (patterns or "").split("|"))))
-    its = its.replace(r"\*", ".*").replace(r"\?", ".").replace(r"\|", "|")
-    return bool(its) and any(map(re.compile(rf"(.*\.)?({its})(\..*)?", re.DOTALL).fullmatch, names))
 
 
 def _not_compiled(function):
@@ -104,6 +95,7 @@ class Optimizer(torch.optim.Optimizer):
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
+    _answer = None  # compat: a function (part, tensor, key) for Part.answer
     _grad_name = "grad"  # of the attribute of parameters that has their gradients
     _given = {}  # what compat set of these and of its own, for copies
 
@@ -190,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
             self._set_apart()
 
     def _settings(self, group):
-        settings = {key: value for key, value in self._shared.items() if value is not None}
+        settings = {"part": 1, **{key: value for key, value in self._shared.items() if value is not None}}
         settings.update((key, group[key]) for key in FORMATS if group.get(key) is not None)
         return settings
 
@@ -204,10 +196,6 @@ class Optimizer(torch.optim.Optimizer):
             settings.pop("weights", None)  # they are stored as they are
         elif self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
-        if params[0].dtype is torch.float16 and "weights" in settings:
-            settings["weights"] = FP16_WEIGHTS.get(settings["weights"], settings["weights"])
-        if self._shared["overrides"]:
-            settings["overrides"] = self._overrides_of(params)
         if self._apart is not None:
             settings["releases"] = 1
         return {**settings, "parameters": PARAMETERS[params[0].dtype]}
@@ -226,11 +214,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _is_rest(self, param):
         """Returns True if rules of matrices leave a parameter to adamw."""
-        return param.dim() < 2 or param.shape[0] == 1 or _matches(f"{REST}|{OTHER_REST}", self._names[param])
+        return param.dim() < 2 or param.shape[0] == 1 or library.matches(f"{REST}|{OTHER_REST}", self._names[param])
 
     def _is_turned(self, param):
         """Returns True for a matrix whose rows are the columns of the parameter (the argument transposed)."""
-        return param.dim() == 2 and _matches(self._transposed, self._names[param])
+        return param.dim() == 2 and library.matches(self._transposed or "", self._names[param])
 
     def _ignores_eps(self, group, params):
         rule = self._rule(group)
@@ -270,7 +258,8 @@ class Optimizer(torch.optim.Optimizer):
         for patterns, _, number in _by_pattern(self._shared["stacked"]):
             for p in self._flat if self._transposed is None else ():
                 name, rows, cols = self._tensor(p)
-                if number.strip() == str(cols // rows) and cols % rows == 0 and rows > 1 and _matches(patterns, name):
+                if number.strip() == str(cols // rows) and cols % rows == 0 and rows > 1 and \
+                        library.matches(patterns, name):
                     raise ValueError(f'stacked: {name} is {rows} x {cols}; if it has {number} matrices side by side, '
                                      f'as transformers\' Conv1D has them, add transposed="{patterns}", and otherwise '
                                      'transposed=""')
@@ -320,19 +309,9 @@ class Optimizer(torch.optim.Optimizer):
                               ("transposed", self._transposed and f"{self._transposed}:")]:
             for patterns, colon, _ in _by_pattern(text):
                 for pattern in filter(None, patterns.split("|")) if colon and patterns != REST else ():
-                    if not _matches(pattern, *names):
+                    if not library.matches(pattern, *names):
                         raise ValueError(f"{setting}: {pattern} matches no parameter; type a name such as "
                                          f"{next(iter(names))}, of model.named_parameters()")
-
-    def _overrides_of(self, params):
-        """Returns the overrides without patterns of other parameters, such as those of another type."""
-        names, kept = [self._names[p] for p in params], []
-        for patterns, colon, settings in _by_pattern(self._shared["overrides"]):
-            if colon and patterns != REST:
-                patterns = "|".join(pattern for pattern in patterns.split("|") if _matches(pattern, *names))
-            if patterns:
-                kept.append(patterns + colon + settings)
-        return "; ".join(kept) or "*: lr=1"  # this changes nothing, and "" would bring the preset's
 
     def _place(self, part):
         places = [self._place_of[p] for p in part.params]

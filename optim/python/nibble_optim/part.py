@@ -10,8 +10,7 @@ from . import library, shares
 
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of gradients; others become one of these
 PARAMETERS = {**NUMBERS, torch.float16: "fp16"}
-MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "momentum_buffer": "m", "state1": "m", "state2": "v",
-           "master_param": "master"}  # names of torch, bitsandbytes, TransformerEngine
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "momentum_buffer": "m", "master_param": "master"}  # others' names
 # Other states, int16 among them, which collectives do not take, are bytes.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 TILE = 2048
@@ -23,7 +22,7 @@ class OtherGradients(Exception):
 
 class Noted(dict):
     """The states of a parameter in optimizer.state. Notes changes, but not those of the values of a tensor. It also
-    answers to other packages' names, with copies in fp32, which iterating and saving leave out."""
+    answers to other packages' names, which iterating and saving leave out."""
 
     changes = None
     part, tensor = None, 0
@@ -31,10 +30,10 @@ class Noted(dict):
     def __missing__(self, key):
         if key not in self:
             raise KeyError(key)
-        return self.part.moment(self.tensor, MOMENTS[key])
+        return self.part.answer(self.tensor, key)()
 
     def __contains__(self, key):
-        return super().__contains__(key) or (self.part is not None and self.part.keeps(self.tensor, MOMENTS.get(key)))
+        return super().__contains__(key) or (self.part is not None and self.part.answer(self.tensor, key) is not None)
 
     def get(self, key, default=None):
         return self[key] if key in self else default
@@ -106,15 +105,12 @@ _COUNTS_LISTS = torch.__version__ >= (2, 6)  # increment_version takes a list of
 
 
 # These answer questions about a list of tensors without a loop in Python, which would take 5 times as long.
-_version = operator.attrgetter("_version")
-
-
 def _addresses(tensors):
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _versions(tensors):
-    return list(map(_version, tensors))
+    return list(map(operator.attrgetter("_version"), tensors))
 
 
 def _divide(keys, without=()):
@@ -148,7 +144,7 @@ class Part:
         self.locals = [_local(p) for p in params]
         self.device, self.gpu = first.device, first.device.type == "cuda"
         self.turned, self.no_eps = [owner._is_turned(p) for p in params], 1e-8 if ignores_eps else 0.0
-        self.lr_factor = owner._lr_factor
+        self.lr_factor, self.compat_answer = owner._lr_factor, owner._answer
         self.kinds = [p.shape if owner._factors_lr else None for p in params]  # parameters that share lr's factor
         # The library works on a copy of a parameter that does not lie row by row.
         self.copies = {t: self._lying(t).contiguous() for t in range(len(params)) if not self._lying(t).is_contiguous()}
@@ -188,7 +184,7 @@ class Part:
             self.handle = self._open(settings, tensors)
             return
         ranks = shares.Ranks(cut[0])
-        self.handle = self._open({**settings, "share": f"rest/{ranks.count}"}, tensors)
+        self.handle = self._open({**settings, "shares": ranks.count}, tensors)
         owners = [self.handle.place(t).owner for t in range(len(tensors))]
         self.owned = [t for t, owner in enumerate(owners) if owner >= 0]
         self.together_of = [self.handle.place(t).together for t in range(len(tensors))]
@@ -231,6 +227,12 @@ class Part:
             return tensor not in self.owned and any(state in ("master", "weights.low") for state, *_ in self._states(tensor))
         its = [(state.split(".")[0], run) for state, *_, run, _ in self._states(tensor)]
         return any(state == name for state, _ in its) and ("m", 0) not in its  # galore's m has another shape
+
+    def answer(self, tensor, key):
+        """Returns a function that makes what other packages call `key` of a parameter's states; None without such."""
+        if self.keeps(tensor, MOMENTS.get(key)):
+            return lambda: self.moment(tensor, MOMENTS[key])
+        return self.compat_answer(self, tensor, key) if self.compat_answer else None
 
     def moment(self, tensor, name, values=None):
         """Returns moment "m" or "v" of a parameter, or "master", in fp32, or sets it to `values`, rounded to its format."""

@@ -44,7 +44,7 @@ class Shares:
         self.sizes = [p.numel() for p in params]
         self.pieces = {t: self._pieces(params[t]) for t in self.owned}
         if ranks.here in owners:
-            self.handle = make({"share": f"{ranks.here}/{ranks.count}"})
+            self.handle = make({"share": ranks.here, "shares": ranks.count})
 
     def _pieces(self, param):
         """Returns where each rank's elements begin and how many they are, and True if all ranks hold all."""

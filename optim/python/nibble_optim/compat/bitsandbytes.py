@@ -1,7 +1,12 @@
 """Optimizers of bitsandbytes.optim with 8-bit and 32-bit states. min_8bit_size counts the elements of the whole tensor.
-The Paged classes exist for their names; their states stay on the GPU. Adam decays as AdamW does, as it does there."""
+The Paged classes exist for their names; their states stay on the GPU. Adam decays as AdamW does, as it does there.
+State entries have its names too: state1 and state2, of 8 bits as codes with absmax1, qmap1, absmax2 and qmap2."""
+import ctypes
 import sys
 
+import torch
+
+from .. import library
 from . import absent, drop_in
 
 _BITS = ", optim_bits=32, args=None, min_8bit_size=4096"
@@ -76,6 +81,28 @@ def _settings(name, rule, bits):
     return settings
 
 
+def _levels(moment):
+    """Returns what the 256 codes of "m" or "v" stand for beside a scale of 1, in fp32."""
+    handle = library.Handle(dict(m="dyn8/256", v="udyn8/256", parameters="fp32"), [("levels", 1, 256, 0, -1)])
+    at = {name: address for name, _, address, *_ in handle.states(0)}
+    ctypes.memmove(at[moment], bytes(range(256)), 256)
+    ctypes.c_float.from_address(at[moment + ".scales"]).value = 1.0
+    values = torch.empty(256)
+    handle.moment(0, moment, values.data_ptr(), False)
+    return values
+
+
+def _answer(part, tensor, key):
+    views, moments = part.views[tensor], {"1": ("m", "slow"), "2": ("v",)}.get(key[-1:], ())  # AdEMAMix's are stacked
+    suffix = {"state": "", "absmax": ".scales", "qmap": ".scales"}.get(key[:-1], "?")
+    shape = (-1,) if suffix else part.kept_shapes[tensor]
+    arrays = [views[moment + suffix].view(shape) for moment in moments if moment + suffix in views]
+    if not arrays:
+        return None
+    return lambda: _levels(moments[0]).to(part.device) if key.startswith("qmap") else \
+        arrays[0] if len(arrays) == 1 else torch.stack(arrays)
+
+
 def _is_small(self, param):
     return GlobalOptimManager.get_instance().pid2config.get(id(param), super(type(self), self)._is_small(param))
 
@@ -87,7 +114,7 @@ for _base, (_rule, _signature, _bits_of_all, _paged_of_all) in _FAMILIES.items()
             _its = _signature if _bits == 0 or _bits_of_all else _signature.replace(", optim_bits=32", "")
             _its += ", is_paged=False" if _paged_of_all or not _prefix and _base != "SGD" else ""
             globals()[_name] = drop_in(_name, _its, _settings(_name, _rule, _bits), rule=_rule)
-            globals()[_name]._is_small = _is_small
+            globals()[_name]._is_small, globals()[_name]._answer = _is_small, staticmethod(_answer)
 for _base, _instead in _ABSENT.items():
     for _suffix in ("", "8bit", "32bit") if _base != "PytorchLARS" else ("",):
         globals()[_base + _suffix] = absent(_base + _suffix, f"take {_instead}")
