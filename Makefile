@@ -141,7 +141,7 @@ $(BUILD)/optim/%.o: optim/%.c
 # export nothing but nibble_optim.h. It opens cuBLASLt only for rules that read matrices.
 LIB := $(BUILD)/lib
 LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/nibble_settings.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out %/saved.o $(BUILD)/optim/model/%,$(OPTIM_OBJECTS))) \
-               $(patsubst %,$(LIB)/data/%.o,errors files memory text)
+               $(patsubst %,$(LIB)/data/%.o,errors files memory option text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 space := $(subst ,, )

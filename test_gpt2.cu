@@ -36,8 +36,7 @@ struct Setup {
 };
 
 static OptimConfig setup_optim(const Setup* s) {
-    OptimConfig config = {s->preset, s->rule, s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 0.9f, 0.95f,
-                          1e-8f,     0.1f,    7};
+    OptimConfig config = {{}, s->preset, s->rule, s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 7};
     if (!optim_resolve(&config, error)) user_error("%s", error);
     config.keeps_copy = s->keeps_copy;
     return config;

@@ -59,26 +59,13 @@ static char failure[DATA_ERROR_BYTES];  // the sentence of the function that cou
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
 
-// Returns the options' optimizer. Names that the preset chooses are ""; numbers that are
-// `auto` have a stand-in until defaults_choose.
+// Returns the options' optimizer. Names that the preset chooses are "".
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
+    optim_set_options(&c, &o->of_rule);
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
     c.grads = strcmp(o->grads, "auto") == 0 ? "fp32" : o->grads;
-    c.beta1 = (float)o->beta1, c.beta2 = (float)(o->beta2 == AUTO ? 0.95 : o->beta2), c.eps = (float)o->eps;
-    c.weight_decay = (float)(o->weight_decay == AUTO ? 0.1 : o->weight_decay), c.decay_mode = o->decay_mode,
-    c.lr_max = (float)o->lr;
-    c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
-    c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
-    c.momentum = (float)o->momentum, c.momentum_warmup = o->momentum_warmup,
-    c.nesterov = strcmp(o->nesterov, "on") == 0;
-    c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
-    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
-    c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
-    const bool both = strcmp(o->adafactor_lr, "paper") == 0;
-    c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;
-    c.scale_by_rms = both || strcmp(o->adafactor_lr, "scaled") == 0;
-    c.rank_reset = strcmp(o->rank_reset, "on") == 0;
+    c.lr_max = (float)o->lr, c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
     return c;
 }
 
@@ -1001,13 +988,11 @@ static void resolve(Run* run) {
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
-    if (o->beta3 == AUTO) o->beta3 = optim_usual_beta3(o->rule, o->beta2, o->steps);
     run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
     require(schedule_choose(&run->schedule, option_given(o, "warmup"), failure), failure);
     o->warmup = run->schedule.warmup;
     require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, failure), failure);
-    config->beta2 = (float)o->beta2, config->weight_decay = (float)o->weight_decay;
-    config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
+    optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
 
 // The banner, and whether the plan fits.
@@ -1111,8 +1096,8 @@ static const char* resume_optim(Options* o, Resume* merge) {
     optim_resume(&r, DEFAULT_DECAY);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, merge->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
-    if (r.other_rule && !option_given(o, "beta3")) o->beta3 = AUTO;
-    if (r.other_rule && !option_given(o, "ramp")) o->ramp = AUTO;
+    if (r.other_rule && !option_given(o, "beta3")) o->of_rule.beta3 = AUTO;
+    if (r.other_rule && !option_given(o, "ramp")) o->of_rule.ramp = AUTO;
     return r.asked;
 }
 

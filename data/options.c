@@ -1,5 +1,4 @@
 #include "options.h"
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include "files.h"
@@ -8,11 +7,7 @@
 #include "options_synonyms.h"
 #include "text.h"
 
-enum {
-    SYNONYM_ROWS = sizeof(SYNONYMS) / sizeof(SYNONYMS[0]),
-    NEED_ROWS = sizeof(NEEDS) / sizeof(NEEDS[0]),
-    APART_ROWS = sizeof(APART) / sizeof(APART[0])
-};
+enum { SYNONYM_ROWS = sizeof(SYNONYMS) / sizeof(SYNONYMS[0]), APART_ROWS = sizeof(APART) / sizeof(APART[0]) };
 
 const Option* option_find(const char* name) {
     for (int i = 0; i < OPTION_COUNT; i++) {
@@ -87,90 +82,6 @@ static bool unknown_option(const char* word, char* error) {
     if (!advice && dashes != 2)
         return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
     return data_error(error, "unknown option %.*s; %s", length, word, advice ? advice : "--help lists all");
-}
-
-double text_number(const char* text, const char* units, double factor, const char** end) {
-    double number = strtod(text, (char**)end);
-    if (*end == text || strpbrk(text, "xX")) *end = "x";
-    const char* unit = **end ? strchr(units, **end & ~32) : NULL;
-    if (unit && *unit) number *= pow(factor, 1 + (double)(unit - units)), ++*end;
-    return number;
-}
-
-// Sets a number. A size such as 24G, 24GB, 24GiB or 800M counts in powers of 1024.
-static bool set_number(const Option* option, void* field, const char* text, char* error) {
-    const bool size = option->type == OPTION_SIZE, whole = option->type == OPTION_INT;
-    const char* end;
-    const double number = text_number(text, size ? "KMGT" : whole ? "KMB" : "", size ? 1024 : 1e3, &end);
-    if (size && *end == 'i') end++;
-    if (size && *end == 'B') end++;
-    if (*end || !isfinite(number) || (whole && number != floor(number))) {  // 10k are a whole number alone
-        return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
-                          size    ? "a size such as 24G"
-                          : whole ? "a whole number"
-                                  : "a number",
-                          text, option->name, option->values);
-    }
-    if (number < option->low || number > option->high) {
-        const char* format =
-            whole ? "a number from %.0f to %.0f" : "a number from %.12g to %.12g";  // as it can be typed
-        return data_error(
-            error, "--%s %s is out of range; type %s", option->name, text,
-            size ? text_kept("--%s %s", option->name, option->values) : text_kept(format, option->low, option->high));
-    }
-    if (option->type == OPTION_REAL) {
-        *(double*)field = number;
-    } else {
-        *(long long*)field = (long long)number;
-    }
-    return true;
-}
-
-// Returns the word that may stand for a number; "": none.
-static const char* word_of(const Option* option) {
-    return strcmp(option->standard, "auto") == 0 ? "auto" : strstr(option->values, "best") ? "best" : "";
-}
-
-bool option_set(const Option* option, Options* options, const char* text, char* error) {
-    void* field = (char*)options + option->offset;
-    bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-    if (number && *text && strcmp(text, word_of(option)) == 0) {
-        if (option->type == OPTION_INT) *(long long*)field = OPTION_AUTO;
-        if (option->type == OPTION_REAL) *(double*)field = OPTION_AUTO;
-        return true;
-    }
-    if (number || option->type == OPTION_SIZE) return set_number(option, field, text, error);
-    if (option->type == OPTION_FLAG) {
-        *(bool*)field = strcmp(text, "true") == 0;
-        return true;
-    }
-    if (!text_is_utf8(text, (int64_t)strlen(text)))
-        return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
-    if (option->type == OPTION_CHOICE && !text_among(text, option->values, '|')) {
-        return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
-    }
-    *(const char**)field = text_copy(text);
-    return true;
-}
-
-const char* option_text(const Option* option, const Options* options) {
-    const void* field = (const char*)options + option->offset;
-    char text[32];
-    switch (option->type) {
-        case OPTION_FLAG:
-            return *(const bool*)field ? "true" : "false";
-        case OPTION_SIZE:
-            if (*(const long long*)field == 0) return option->standard;
-            return text_kept("%lld", *(const long long*)field);
-        case OPTION_INT:
-            if (*(const long long*)field == OPTION_AUTO) return word_of(option);
-            return text_kept("%lld", *(const long long*)field);
-        case OPTION_REAL:
-            if (*(const double*)field == OPTION_AUTO) return "auto";
-            return text_kept("%s", number_text(*(const double*)field, text, sizeof(text)));
-        default:
-            return *(const char* const*)field;
-    }
 }
 
 void options_defaults(Options* options) {
@@ -305,17 +216,14 @@ bool options_needed(const Options* options, char* error) {
         return data_error(error, "--eval-every %lld has nothing to score; type --eval NAMES too, or leave it out",
                           options->eval_every);
     }
-    for (int i = 0; i < NEED_ROWS; i++) {
-        const char *needed = NEEDS[i].other, *values = NEEDS[i].values;
-        for (const char *at = NEEDS[i].names, *name; (name = text_word(&at, ' '));) {
-            const Option* option = option_find(name);
-            const char* value = option_text(option, options);
-            if (!option_given(options, name) || strcmp(value, option_text(option, &standard)) == 0) continue;
-            if (text_among(option_text(option_find(needed), options), values, '|')) continue;
-            if (is_overridden(options->overrides, needed, values)) continue;
-            return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name, value, needed,
-                              values, name);
-        }
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
+        const char *values = option->needs, *needed = text_word(&values, '='), *value = option_text(option, options);
+        if (!values || !options->given[i] || strcmp(value, option_text(option, &standard)) == 0) continue;
+        if (text_among(option_text(option_find(needed), options), values, '|')) continue;
+        if (is_overridden(options->overrides, needed, values)) continue;
+        return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", option->name, value, needed,
+                          values, option->name);
     }
     return true;
 }
@@ -327,7 +235,10 @@ static void options_help(FILE* file) {
         if (*option->group) fprintf(file, "\n%s\n", option->group);
         const char* left = text_kept("--%s %s", option->name, option->values);
         if (strlen(left) > 38) fprintf(file, "  %s\n", left), left = "";
-        fprintf(file, "  %-38s %s", left, option->help);
+        fprintf(file, "  %-38s ", left);
+        const char *values = option->needs, *needed = text_word(&values, '=');
+        if (values) fprintf(file, "with --%s %s: ", needed, values);
+        fputs(option->help, file);
         if (option->standard[0]) fprintf(file, " [%s]", option->standard);
         fprintf(file, "\n");
     }

@@ -4,50 +4,32 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
-#include "errors.h"
+#include "rule_options.h"
 C_LINKAGE_BEGIN
 
 extern const char NIBBLE_VERSION[];  // "0.1.0"; version.c has it
 extern const char NIBBLE_COMMIT[];   // "73330cd1a2", with "-dirty" where files were changed; "unknown" outside of git
 extern const char NIBBLE_BUILD[];    // "CUDA 12.8 for sm_90a", "CPU alone"
 
-enum { OPTION_COUNT = 90 };
-#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; of --keep best
+enum { OPTION_COUNT = 70 + RULE_OPTION_COUNT };
 
 // The values, by type. The rows of OPTIONS say what each means.
 typedef struct {
-    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
-        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *rank_reset, *clip_by, *on_nonfinite, *schedule,
-        *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval,
-        *eval_out, *run, *resume, *device, *save, *config, *sample;
-    long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
-        momentum_warmup, kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every,
-        sample_tokens, samples, top_k, eval_every, print_every, save_every, keep, seed, memory, fit;
-    double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
-        limit_growth, clip, final_lr, decay_fraction, temperature;
+    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides, *clip_by,
+        *on_nonfinite, *schedule, *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *prompt,
+        *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *save, *config, *sample;
+    long long layers, channels, heads, seq, batch, tokens_per_step, steps, warmup, kept_blocks, logit_rows, gpus,
+        join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every, print_every,
+        save_every, keep, seed, memory, fit;
+    double val_fraction, lr, clip, final_lr, decay_fraction, temperature;
+    RuleOptions of_rule;
     bool profile, dry_run, list_formats, list_presets, version, help;
     bool given[OPTION_COUNT];  // which of them were typed
 } Options;
 
-typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
-
-typedef struct {
-    const char* name;  // without the dashes
-    OptionType type;
-    size_t offset;         // of the value in Options: long long, double, const char*, const char*, bool, long long
-    const char* standard;  // the default, as typed; with the default "auto", "auto" may be typed too
-    double low, high;      // range of a number
-    const char* values;    // choices separated by '|', or a name for the value in --help
-    const char* group;     // for --help; "": the same as in the row before
-    const char* help;
-} Option;
 extern const Option OPTIONS[OPTION_COUNT];
 
 const Option* option_find(const char* name);  // NULL when absent
-// Sets one value from text; texts are copied and live as long as the program.
-bool option_set(const Option* option, Options* options, const char* text, char* error);
-// Returns the value as one would type it: a text itself, or a number, kept as by text_kept.
-const char* option_text(const Option* option, const Options* options);
 void options_defaults(Options* options);
 // --name value, --name=value or a bare --flag; -h is --help. --config FILE gives what is not typed.
 bool options_parse(Options* options, int argc, char** argv, char* error);
@@ -65,9 +47,6 @@ void options_json(const Options* options, const Options* asked, bool typed, FILE
 // Prints what --help and --version ask for; true if one of them was typed.
 bool options_print(const Options* options, FILE* file);
 
-// Reads a number and a letter of `units` behind it, in either case: the first one multiplies it by `factor`, the second
-// by its square, and so on. *end is what follows: "" if nothing does, and not "" if the text is no decimal number.
-double text_number(const char* text, const char* units, double factor, const char** end);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 

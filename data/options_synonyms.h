@@ -1,4 +1,4 @@
-// Other programs' names for nibble's options, what options need, and which exclude each other.
+// Other programs' names for nibble's options, and options that exclude each other.
 #pragma once
 
 // Names that llm.c, nanoGPT, nanochat, Hugging Face's Trainer and torchtitan have for nibble's options, and those that
@@ -49,26 +49,6 @@ static const struct {
     {"rank-basis", "leave it out: galore keeps its directions in fp32"},
     {"field tokenizer train-bpe", "leave it out here: data/prepare.py has it, which makes the folder of --data"},
     {"wandb-log", "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports"},
-};
-
-// Options (a space between two) that change nothing unless another one has one of these values. --override may give a
-// rule too.
-static const struct {
-    const char *names, *other, *values;
-} NEEDS[] = {
-    {"head fp8-grads", "matmul", "fp8"},
-    {"kept-blocks", "recompute", "block"},
-    {"decay-fraction", "schedule", "wsd"},
-    {"save-every keep", "save", "all|weights"},
-    {"final-lr", "schedule", "cosine|linear|wsd"},
-    {"alpha ramp", "rule", "ademamix"},
-    {"beta3", "rule", "ademamix|came|came8bit"},
-    {"momentum momentum-warmup nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
-    {"ns-steps ns-coefficients", "rule", "muon|normuon"},
-    {"rank", "rule", "galore|fira|apollo|apollo-factored"},
-    {"rank-gap rank-scale rank-reset", "rule", "galore|fira|apollo|apollo-mini|apollo-factored"},
-    {"adafactor-lr", "rule", "adafactor|adafactor8bit|came8bit"},
-    {"clip-update", "rule", "adafactor|came|adafactor8bit|came8bit"},
 };
 
 // The second option of a pair has no effect beside the first. --eval stands for a run that only evaluates, which is one

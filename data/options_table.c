@@ -1,12 +1,14 @@
 // Every option of the trainer. This table drives parsing, --help, the banner, config.json and what a resume restores.
 #include "options.h"
 
-#define INT(field) OPTION_INT, offsetof(Options, field)
-#define REAL(field) OPTION_REAL, offsetof(Options, field)
-#define TEXT(field) OPTION_TEXT, offsetof(Options, field)
-#define CHOICE(field) OPTION_CHOICE, offsetof(Options, field)
-#define FLAG(field) OPTION_FLAG, offsetof(Options, field)
-#define SIZE(field) OPTION_SIZE, offsetof(Options, field)
+#define INT(field) .type = OPTION_INT, .offset = offsetof(Options, field)
+#define REAL(field) .type = OPTION_REAL, .offset = offsetof(Options, field)
+#define TEXT(field) .type = OPTION_TEXT, .offset = offsetof(Options, field)
+#define CHOICE(field) .type = OPTION_CHOICE, .offset = offsetof(Options, field)
+#define FLAG(field) .type = OPTION_FLAG, .offset = offsetof(Options, field)
+#define SIZE(field) .type = OPTION_SIZE, .offset = offsetof(Options, field)
+#define OF_RULE(KIND, FIELD, DEFAULT, NAME, TYPED, LOW, HIGH, VALUES, NEEDS, HELP) \
+    {NAME, OPTION_##KIND, offsetof(Options, of_rule.FIELD), TYPED, LOW, HIGH, VALUES, "", HELP, NEEDS},
 // Only the first row of a group names it.
 const Option OPTIONS[] = {
     {"data", TEXT(data), "", 0, 0, "PATH", "data", "prepared folder, shard, glob or any file; none: built-in text"},
@@ -41,33 +43,7 @@ const Option OPTIONS[] = {
     {"lr", REAL(lr), "auto", 0, 1000, "F", "",
      "peak rate; auto: 0.0018 x 768 / C for adamw, twice that for muon, by the root of --tokens-per-step over its "
      "auto"},
-    {"beta1", REAL(beta1), "0.9", 0, 0.999999, "F", "", "decay of m"},
-    {"beta2", REAL(beta2), "auto", 0, 0.999999, "F", "",
-     "decay of v; auto: it halves in 10M tokens, or a twentieth of the run; 0.95 where v is not adamw's or has @dq8"},
-    {"eps", REAL(eps), "1e-8", 1e-30, 1, "F", "", "added to the root of v"},
-    {"weight-decay", REAL(weight_decay), "auto", 0, 100, "F", "",
-     "of matrices and embeddings; auto: 0.1; muon, normuon: 4 / (steps x lr), from 0.05 to 0.4"},
-    {"decay-mode", CHOICE(decay_mode), "coupled", 0, 0, "coupled|independent|falling|cautious", "",
-     "decay lr x F; F x lr / --lr; lr x F x lr / --lr; that, of matrices whose update goes the same way"},
-    {"beta3", REAL(beta3), "auto", 0, 0.9999999, "F", "",
-     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps. came: decay of "
-     "the confidence; auto: 1 - (1 - beta2) / 10"},
-    {"alpha", REAL(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
-    {"ramp", INT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", REAL(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
-    {"momentum-warmup", INT(momentum_warmup), "0", 0, 1e9, "N", "", "same rules: steps in which it rises from 0.85"},
-    {"nesterov", CHOICE(nesterov), "on", 0, 0, "on|off", "", "same rules: step by m and gradient; off: m alone"},
-    {"ns-steps", INT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
-    {"ns-coefficients", CHOICE(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "of Newton-Schulz"},
-    {"rank", INT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
-    {"rank-gap", INT(rank_gap), "0", 0, 1e9, "N", "",
-     "low-rank rules: steps until the directions change; 0: 200, apollos 10"},
-    {"rank-scale", REAL(rank_scale), "0", 0, 1e6, "F", "", "low-rank rules: factor of the update; 0: the rule's"},
-    {"rank-reset", CHOICE(rank_reset), "off", 0, 0, "on|off", "", "same rules: new directions, new moments"},
-    {"adafactor-lr", CHOICE(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
-     "adafactor: relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both (with --lr 0.01)"},
-    {"clip-update", REAL(clip_update), "1.0", 0, 1e9, "F", "", "adafactor, came: largest RMS of an update; 0: any"},
-    {"limit-growth", REAL(limit_growth), "0", 0, 1e9, "F", "", "largest growth of an update's norm; 0: no limit"},
+    RULE_OPTIONS(OF_RULE)  // beta1 to limit-growth
     {"clip", REAL(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE(clip_by), "step", 0, 0, "step|last|tensor", "",
      "whose norm --clip limits: all gradients'; the last step's or, if larger, each layer's; each tensor's"},
@@ -76,14 +52,15 @@ const Option OPTIONS[] = {
     {"schedule", CHOICE(schedule), "linear", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
     {"warmup", INT(warmup), "auto", 0, 1e12, "N", "",
      "steps of linear warm-up; auto: steps / 20, from 60 to 700; 40 with muon; at most three quarters of the run"},
-    {"final-lr", REAL(final_lr), "0", 0, 1, "F", "", "last learning rate as a share of --lr"},
-    {"decay-fraction", REAL(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
+    {"final-lr", REAL(final_lr), "0", 0, 1, "F", "", "last rate as a share of --lr", "schedule=cosine|linear|wsd"},
+    {"decay-fraction", REAL(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which it falls",
+     "schedule=wsd"},
     {"matmul", CHOICE(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
      "precision of matrix products, with fp32 sums; fp8: in training only, on a CPU slowly; auto: bf16, on a CPU fp32"},
-    {"head", CHOICE(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
-    {"fp8-grads", CHOICE(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
+    {"head", CHOICE(head), "bf16", 0, 0, "bf16|fp8", "", "precision of the output matrix", "matmul=fp8"},
+    {"fp8-grads", CHOICE(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "codes of gradients", "matmul=fp8"},
     {"recompute", CHOICE(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
-    {"kept-blocks", INT(kept_blocks), "1", 1, 1e6, "N", "", "with --recompute block: last blocks to keep"},
+    {"kept-blocks", INT(kept_blocks), "1", 1, 1e6, "N", "", "last blocks to keep", "recompute=block"},
     {"release", CHOICE(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
     {"offload", CHOICE(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
      "keep the optimizer's states or the residual stream in host memory and stream them a layer at a time"},
@@ -112,10 +89,12 @@ const Option OPTIONS[] = {
     {"run", TEXT(run), "", 0, 0, "DIR", "", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT(print_every), "auto", 1, 1e12, "N", "",
      "steps between lines; log.jsonl has all; auto: a 60th of the steps or, from 1200 on, 20"},
-    {"save-every", INT(save_every), "1000", 0, 1e12, "N", "", "steps between checkpoints; one more at the end"},
+    {"save-every", INT(save_every), "1000", 0, 1e12, "N", "", "steps between checkpoints; one more at the end",
+     "save=all|weights"},
     {"save", CHOICE(save), "all", 0, 0, "all|weights|none", "", "weights: without states, so no resume; none: nothing"},
     {"keep", INT(keep), "2", 1, 1e9, "N|best", "",
-     "newest checkpoints to keep; best: two and that of the lowest validation loss, to which RUN/best leads"},
+     "newest checkpoints to keep; best: two and that of the lowest validation loss, to which RUN/best leads",
+     "save=all|weights"},
     {"resume", TEXT(resume), "off", 0, 0, "off|auto|DIR", "", "auto: the newest of --run; DIR: run or checkpoint"},
     {"device", CHOICE(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
     {"seed", INT(seed), "1", 0, 9e15, "N", "", "of initial weights, data order and rounding noise"},

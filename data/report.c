@@ -61,14 +61,14 @@ void report_optim(RunFolder* run, const char* optimizer) {
     const bool constant = strcmp(o->schedule, "constant") == 0;
     run_say(run, " optim    %s\n", optimizer);
     if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
-    if (!default_v_falls(o) && o->beta2 > 0.95) {
+    if (!default_v_falls(o) && o->of_rule.beta2 > 0.95) {
         run_say(run,
                 " notice   a v with @dq8 and --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type "
                 "--beta2 0.95, or a v such as udyn8 or lin4/64\n",
-                o->beta2);
+                o->of_rule.beta2);
     }
     run_say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g, beta2 %g\n", o->lr,
-            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->weight_decay, o->beta2);
+            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->of_rule.weight_decay, o->of_rule.beta2);
 }
 
 void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t parameters, int64_t available) {

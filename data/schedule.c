@@ -101,7 +101,7 @@ static bool is_muon(const Options* o) {
 }
 
 const char* default_overrides(const Options* o) {
-    const bool adds = is_muon(o) && o->weight_decay == OPTION_AUTO && !strstr(o->overrides, "wd=");
+    const bool adds = is_muon(o) && o->of_rule.weight_decay == OPTION_AUTO && !strstr(o->overrides, "wd=");
     return adds ? text_kept("%s" DEFAULT_DECAY, o->overrides) : o->overrides;
 }
 
@@ -114,6 +114,12 @@ bool default_v_falls(const Options* o) {
     return falls;
 }
 
+// ademamix's slow average remembers a third of the run, and came's confidence ten times as many steps as v does.
+static double usual_beta3(const char* rule, double beta2, double steps) {
+    if (strncmp(rule, "came", 4) == 0) return 1.0 - 0.1 * (1.0 - beta2);
+    return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / steps) : 0.9;
+}
+
 void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t windows) {
     if (o->steps == OPTION_AUTO && !*o->data) o->steps = gpu ? 400 : 1500;
     if (o->steps == OPTION_AUTO) o->steps = (long long)fmax(1, windows / (o->tokens_per_step / o->seq));
@@ -122,7 +128,7 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
     if (o->print_every == OPTION_AUTO) o->print_every = o->steps < 1200 ? (o->steps + 60) / 60 : 20;
     if (o->val_tokens == OPTION_AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == OPTION_AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
-    if (o->ramp == OPTION_AUTO) o->ramp = o->steps;
+    if (o->of_rule.ramp == OPTION_AUTO) o->of_rule.ramp = o->steps;
     const bool muon = is_muon(o);
     const bool adam = text_among(o->rule, "adamw|adam|nadamw|ademamix|muon", '|');
     const double N = (double)o->steps, B = (double)o->tokens_per_step, D = N > 0 ? N * B : B;
@@ -134,9 +140,11 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
         const double usual = muon ? 40 : between(60, floor(N / 20), 700);
         o->warmup = (long long)least(usual, floor(0.75 * N));
     }
-    if (o->weight_decay == OPTION_AUTO) o->weight_decay = muon ? two_digits(between(0.05, 4 / (N * o->lr), 0.4)) : 0.1;
-    if (o->beta2 == OPTION_AUTO) {
+    if (o->of_rule.weight_decay == OPTION_AUTO)
+        o->of_rule.weight_decay = muon ? two_digits(between(0.05, 4 / (N * o->lr), 0.4)) : 0.1;
+    if (o->of_rule.beta2 == OPTION_AUTO) {
         const double half = least(10e6, D / 20);
-        o->beta2 = 1 - (adam && default_v_falls(o) ? least(two_digits(1 - exp2(-B / half)), 0.05) : 0.05);
+        o->of_rule.beta2 = 1 - (adam && default_v_falls(o) ? least(two_digits(1 - exp2(-B / half)), 0.05) : 0.05);
     }
+    if (o->of_rule.beta3 == OPTION_AUTO) o->of_rule.beta3 = usual_beta3(o->rule, o->of_rule.beta2, N);
 }

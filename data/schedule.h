@@ -29,7 +29,7 @@ double learning_rate(const Schedule* schedule, int64_t step);
 
 // Returns the tokens of a step for a run of --steps, or of one epoch of so many tokens.
 long long default_tokens_per_step(const Options* options, int64_t epoch);
-// Replaces every other `auto` but beta3's. rate: the rule's learning rate over adamw's; trained: the weights come from
+// Replaces every other `auto`. rate: the rule's learning rate over adamw's; trained: the weights come from
 // --model DIR; windows: sequences in the data.
 void defaults_choose(Options* options, double rate, bool trained, bool gpu, int64_t windows);
 #define DEFAULT_DECAY "; wte|wpe: wd=0.05"

@@ -61,15 +61,17 @@ struct HyperSource {
 
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
     const RuleRow* rule = rule_of(config);
-    const bool keeps_m = strcmp(config->m, none_row()->name) != 0,
-               independent = strcmp(config->decay_mode, "independent") == 0,
-               cautious = strcmp(config->decay_mode, "cautious") == 0,
-               falls = cautious || strcmp(config->decay_mode, "falling") == 0,
-               relative = config->relative_steps && has_adafactor_lr(config);
-    return {
-        config->beta1,           config->beta2, config->beta3, config->alpha, config->eps, config->lr_max, config->ramp,
-        config->momentum_warmup, *settings,     rule->rows,    independent,   falls,       cautious,       keeps_m,
-        config->nesterov,        relative,      rule->grows,   false};
+    HyperSource from = {};
+    from.beta1 = (float)config->beta1, from.beta2 = (float)config->beta2, from.beta3 = (float)config->beta3;
+    from.alpha = (float)config->alpha, from.eps = (float)config->eps, from.lr_max = config->lr_max;
+    from.ramp = config->ramp, from.momentum_warmup = config->momentum_warmup;
+    from.settings = *settings, from.rows = rule->rows, from.grows = rule->grows;
+    from.independent = strcmp(config->decay_mode, "independent") == 0;
+    from.cautious = strcmp(config->decay_mode, "cautious") == 0;
+    from.falls = from.cautious || strcmp(config->decay_mode, "falling") == 0;
+    from.keeps_m = strcmp(config->m, none_row()->name) != 0;
+    from.nesterov = config->nesterov, from.relative = has_adafactor_lr(config, "relative");
+    return from;
 }
 
 // Returns beta1 of a step. In a warm-up it rises linearly from 0.85.

@@ -298,7 +298,7 @@ NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
 // Refuses constants that ./train would refuse, and a parameter without an address.
 static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
     const NibbleGroup* checked = nullptr;  // the last tensor's
-    OptimConfig config = optim->config;
+    RuleOptions own = {};
     char error[DATA_ERROR_BYTES];
     if (step->step < 1) user_error("step: %lld was found; steps count from 1", (long long)step->step);
     for (int t = 0; t < optim->count; t++) {
@@ -306,11 +306,15 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
         const NibbleGroup* group = &step->group[step->group_of ? step->group_of[t] : 0];
         const char* name = optim->tensor[t].name;
         if (!step->weights[t] && optim->placed[t].count > 0) user_error("%s has a gradient and no address", name);
+        const RuleRow* rule = launch_of(optim->optim->plan, t)->rows.rule;
+        if (group->eps == 0.0f && divides_by_eps(rule)) user_error("%s: eps 0 was found; give a number above 0", name);
         if (group == checked) continue;
         if (!isfinite(group->lr)) user_error("%s: lr %g was found; give a number", name, group->lr);
-        config.beta1 = group->beta1, config.beta2 = group->beta2, config.eps = group->eps;
-        config.weight_decay = (float)group->weight_decay;
-        if (!optim_numbers_fit(&config, error)) user_error("%s: %s", name, error);
+        own.beta1 = group->beta1, own.beta2 = group->beta2, own.eps = group->eps;
+        own.weight_decay = group->weight_decay;
+        for (const char* option : GROUP_OPTIONS) {
+            if (!option_fits(rule_option_find(option), &own, error)) user_error("%s: %s", name, error);
+        }
         checked = group;
     }
 }
@@ -482,8 +486,19 @@ NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {
 }
 
 NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char* key) {
-    const Setting* setting = setting_find(key);
-    return setting && setting->kind == TEXT ? *(const char* const*)((const char*)optim + setting->at) : nullptr;
+    const char** text = setting_text((NibbleOptim*)optim, key);
+    return text ? *text : nullptr;
+}
+
+static void list_options(FILE* file) {
+    const RuleOptions standard = {};
+    for (const Option& option : RULE_OPTION) {
+        bool of_group = false;
+        for (const char* name : GROUP_OPTIONS) of_group = of_group || rule_option_find(name) == &option;
+        if (of_group) continue;
+        fprintf(file, "%s\t%s\t%s\t%s\t%s\n", option.name, option.values, option_text(&option, &standard), option.needs,
+                option.help);
+    }
 }
 
 NIBBLE_API const char* nibble_optim_list(const char* what) {
@@ -493,6 +508,7 @@ NIBBLE_API const char* nibble_optim_list(const char* what) {
     FILE* file = text_stream(&text, &bytes);
     if (strcmp(what, "presets") == 0) optim_list_presets(file);
     if (strcmp(what, "formats") == 0) optim_list_formats(file);
+    if (strcmp(what, "options") == 0) list_options(file);
     fclose(file);
     return text;
 }

@@ -47,11 +47,11 @@ typedef struct {
 } NibbleTensor;
 
 // Makes an optimizer. `settings` is a list of texts "key=value" that ends with a null; values are those of ./train's
-// options, and errors name these options. By default beta3 is 0.9999:
+// options, and errors name these options. All options of rules are settings (data/rule_options.h, nibble_optim_list);
+// those that NibbleGroup has are only checked. The others:
 //     device      cpu, cuda or cuda:N        parameters  fp32, bf16 or fp16: the type of the caller's weights
-//     preset, rule, weights, m, v, overrides, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
-//                 clip_update, adafactor_lr, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale,
-//                 rank_reset, seed
+//     preset, rule, weights, m, v, overrides, seed
+//     lr_max      the largest learning rate, by which a decay_mode but coupled divides
 //     grads       fp32 or bf16; by default the parameters' type, fp32 for fp16
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0
 //     part        1: the tensors are part of a model, so patterns of overrides need not match; by default 0
@@ -157,8 +157,10 @@ NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor);
 const char* nibble_optim_describe(const NibbleOptim* optim);
 // Returns the value of a text setting, such as "weights", with defaults filled in; null if there is no such setting.
 const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
-// Returns what ./train --list-presets or --list-formats prints, for "presets" or "formats". The text is valid until the
-// next call.
+// Returns what ./train --list-presets or --list-formats prints, for "presets" or "formats". For "options" it returns a
+// line for each option of rules that no NibbleGroup brings: its name with '-' for '_', its choices separated by '|' (F
+// or N: a number), its default, "rule=" and the rules that read it, separated by '|' ("": any may), and what it is,
+// with a tab between two. The text is valid until the next call.
 const char* nibble_optim_list(const char* what);
 // Returns 1 if a tensor's name matches one of the patterns, which have | between them, as overrides have them; else 0.
 int nibble_optim_matches(const char* patterns, const char* name);

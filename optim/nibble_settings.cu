@@ -25,44 +25,15 @@ static uint64_t setting_count(const char* key, const char* value, uint64_t most)
     return number;
 }
 
-#define IN_CONFIG(MEMBER) (offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER))
-static const Setting setting_table[] = {{"device", DEVICE, 0},
-                                        {"parameters", PARAMETERS, 0},
-                                        {"preset", TEXT, IN_CONFIG(preset)},
-                                        {"rule", TEXT, IN_CONFIG(rule)},
-                                        {"weights", TEXT, IN_CONFIG(weights)},
-                                        {"grads", TEXT, IN_CONFIG(grads)},
-                                        {"m", TEXT, IN_CONFIG(m)},
-                                        {"v", TEXT, IN_CONFIG(v)},
-                                        {"overrides", TEXT, IN_CONFIG(overrides)},
-                                        {"stacked", TEXT, offsetof(NibbleOptim, stacked)},
-                                        {"capturable", SWITCH, IN_CONFIG(replays)},
-                                        {"part", SWITCH, IN_CONFIG(part)},
-                                        {"share", COUNT, offsetof(NibbleOptim, share)},
-                                        {"shares", COUNT, offsetof(NibbleOptim, shares)},
-                                        {"releases", SWITCH, offsetof(NibbleOptim, releases)},
-                                        {"seed", SEED, IN_CONFIG(seed)},
-                                        {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
-                                        {"lr_max", NUMBER, IN_CONFIG(lr_max)},
-                                        {"beta3", NUMBER, IN_CONFIG(beta3)},
-                                        {"alpha", NUMBER, IN_CONFIG(alpha)},
-                                        {"ramp", COUNT, IN_CONFIG(ramp)},
-                                        {"momentum", NUMBER, IN_CONFIG(momentum)},
-                                        {"nesterov", ON_OFF, IN_CONFIG(nesterov)},
-                                        {"clip_update", NUMBER, IN_CONFIG(clip_update)},
-                                        {"adafactor_lr", ADAFACTOR_LR, 0},
-                                        {"limit_growth", NUMBER, IN_CONFIG(limit_growth)},
-                                        {"ns_steps", COUNT, IN_CONFIG(ns_steps)},
-                                        {"ns_coefficients", TEXT, IN_CONFIG(ns_coefficients)},
-                                        {"rank", COUNT, IN_CONFIG(rank)},
-                                        {"rank_gap", COUNT, IN_CONFIG(rank_gap)},
-                                        {"rank_scale", NUMBER, IN_CONFIG(rank_scale)},
-                                        {"rank_reset", ON_OFF, IN_CONFIG(rank_reset)},
-                                        {"element", COUNT, offsetof(NibbleOptim, element)}};
-
-const Setting* setting_find(const char* key) {
-    for (const Setting& setting : setting_table) {
-        if (strcmp(key, setting.key) == 0) return &setting;
+const char** setting_text(NibbleOptim* optim, const char* key) {
+    OptimConfig* config = &optim->config;
+    const struct {
+        const char *key, **text;
+    } texts[] = {{"preset", &config->preset},       {"rule", &config->rule},     {"weights", &config->weights},
+                 {"grads", &config->grads},         {"m", &config->m},           {"v", &config->v},
+                 {"overrides", &config->overrides}, {"stacked", &optim->stacked}};
+    for (const auto& each : texts) {
+        if (strcmp(key, each.key) == 0) return each.text;
     }
     return nullptr;
 }
@@ -76,42 +47,59 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
 }
 
-// Returns the number of the value among the choices. Other values are refused.
-static int setting_choice(const char* key, const char* value, const char* choices) {
-    int number = 0;
-    for (const char* at = choices; at; number++) {
-        if (strcmp(text_word(&at, '|'), value) == 0) return number;
+static void setting_parameters(NibbleOptim* optim, const char* value) {
+    const char* const names[] = {"fp32", "bf16", "fp16"};  // in OptimType's order
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(value, names[i]) == 0) return (void)(optim->compute = (OptimType)i);
     }
-    user_error("%s: \"%s\" was found; type one of %s", key, value, choices);
+    user_error("parameters: \"%s\" was found; type one of fp32|bf16|fp16", value);
+}
+
+static void setting_of_rule(OptimConfig* config, const Option* option, const char* value) {
+    RuleOptions options = *config;
+    char error[DATA_ERROR_BYTES];
+    require(option_set(option, &options, value, error), error);
+    if (option_is_auto(option, &options))
+        user_error("%s: only ./train chooses a value for auto; give one", option->name);
+    optim_set_options(config, &options);
 }
 
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
-    const Setting* setting = setting_find(key);
-    if (!setting) {
-        char known[512] = "";
-        for (const Setting& each : setting_table) {
-            snprintf(known + strlen(known), sizeof(known) - strlen(known), "%s%s", *known ? ", " : "", each.key);
-        }
-        user_error("\"%s\" is no setting; known are %s", key, known);
+    OptimConfig* config = &optim->config;
+    const char** text = setting_text(optim, key);
+    const Option* of_rule = rule_option_find(key);
+    const auto is = [&](const char* name) { return strcmp(key, name) == 0; };
+    if (text) {
+        *text = value;
+    } else if (of_rule) {
+        setting_of_rule(config, of_rule, value);
+    } else if (is("device")) {
+        setting_device(optim, value);
+    } else if (is("parameters")) {
+        setting_parameters(optim, value);
+    } else if (is("capturable")) {
+        config->replays = setting_count(key, value, INT64_MAX) > 0;
+    } else if (is("releases")) {
+        optim->releases = setting_count(key, value, INT64_MAX) > 0;
+    } else if (is("part")) {
+        config->part = setting_count(key, value, INT64_MAX) > 0;
+    } else if (is("share")) {
+        optim->share = (int64_t)setting_count(key, value, INT64_MAX);
+    } else if (is("shares")) {
+        optim->shares = (int64_t)setting_count(key, value, INT64_MAX);
+    } else if (is("seed")) {
+        config->seed = setting_count(key, value, UINT64_MAX);
+    } else if (is("lr_max")) {
+        config->lr_max = (float)setting_number(key, value);
+    } else if (is("element")) {
+        optim->element = (int64_t)setting_count(key, value, INT64_MAX);
+    } else {
+        user_error("\"%s\" is no setting; optim/nibble_optim.h lists them", key);
     }
-    void* at = (char*)optim + setting->at;
-    if (setting->kind == TEXT) *(const char**)at = value;
-    if (setting->kind == NUMBER) *(float*)at = (float)setting_number(key, value);
-    if (setting->kind == COUNT) *(int64_t*)at = (int64_t)setting_count(key, value, INT64_MAX);
-    if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
-    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
-    if (setting->kind == ON_OFF) *(bool*)at = setting_choice(key, value, "off|on");
-    if (setting->kind == PARAMETERS) optim->compute = (OptimType)setting_choice(key, value, "fp32|bf16|fp16");
-    if (setting->kind == ADAFACTOR_LR) {
-        const int choice = setting_choice(key, value, "plain|relative|scaled|paper");
-        optim->config.relative_steps = choice & 1, optim->config.scale_by_rms = choice & 2;
-    }
-    if (setting->kind == DEVICE) setting_device(optim, value);
 }
 
 void settings_read(NibbleOptim* optim, const char* const* settings) {
     OptimConfig* config = &optim->config;
-    config->beta1 = 0.9f, config->beta2 = 0.95f, config->eps = 1e-8f;  // each step brings its own
     config->placed = true;
     config->made = &optim->optim;
     optim->compute = OPTIM_BF16;

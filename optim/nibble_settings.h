@@ -35,17 +35,11 @@ struct NibbleOptim {
     Taken blocks;  // all host memory of the optimizer
 };
 
-// How the value of a setting is read. SWITCH is a number, true above 0; ON_OFF is a word.
-enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, ADAFACTOR_LR };
+// The options of rules that each step's groups bring.
+constexpr const char* GROUP_OPTIONS[] = {"beta1", "beta2", "eps", "weight_decay"};
 
-struct Setting {
-    const char* key;
-    SettingKind kind;
-    size_t at;  // of its value in NibbleOptim
-};
-
-// Returns a setting; null if there is none.
-const Setting* setting_find(const char* key);
+// Returns where the value of a text setting is; null if there is no such setting.
+const char** setting_text(NibbleOptim* optim, const char* key);
 // Sets the optimizer's configuration, and resolves it.
 void settings_read(NibbleOptim* optim, const char* const* settings);
 // Refuses weights that parameters of this type cannot hold.

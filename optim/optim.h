@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../data/rule_options.h"
 #include "../kernels/common.cuh"
 #include "../kernels/tile.h"
 
@@ -31,45 +32,26 @@ struct OptimTensor {
     int parts = 1;   // number of equal matrices stacked in its rows: 3 for queries, keys and values
 };
 
-struct OptimConfig {
+// The options of rules (data/rule_options.h), and what else an optimizer is made of.
+struct OptimConfig : RuleOptions {
     const char* preset;   // "adamw32", ...; gives the defaults of the names below, and of overrides
     const char* rule;     // "adamw"; NULL or "" = the preset's; the same holds for the next four names
     const char* weights;  // "fp32", "bf16:sr", "bf16+fp32", ...
     const char* grads;    // "fp32", "bf16", ...: the format that the trainer writes
     const char* m;        // "fp32", "bf16:sr", ...
     const char* v;        // as m; "none" if the rule keeps no second moment
-    float beta1, beta2, eps, weight_decay;
     uint64_t seed;
-    const char* decay_mode = "coupled";  // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max; "falling":
-                                         // p *= 1 - lr * wd * lr / lr_max; "cautious" (of rules that read matrices):
-                                         // the same, but of weights that the update moves towards 0 alone
-    float lr_max = 0.0f;                 // the largest learning rate of the schedule; all modes but "coupled" need it
-    float beta3 = 0.9999f;               // ademamix: decay of the slow average; came: of the confidence
-    float alpha = 5.0f;                  // ademamix: weight of the slow average
-    int64_t ramp = 0;                    // steps over which both rise to these values; 0: they have them at once
-    const char* overrides = "";          // rule, formats, learning rate or decay by tensor name (override.h); "" =
-                                         // the preset's if weights, m and v are too; "none" = no overrides
+    float lr_max = 0.0f;         // the largest learning rate of the schedule; every decay_mode but "coupled" needs it
+    const char* overrides = "";  // rule, formats, learning rate or decay by tensor name (override.h); "" =
+                                 // the preset's if weights, m and v are too; "none" = no overrides
     const struct SliceRun* runs = nullptr;  // (run_count) what is kept of the arena, in its order (slices.cuh), at most
     int run_count = 0;                      // one run of a tensor; null: all. It must outlive the optimizer
     bool stored = false;                    // describes a checkpoint: overrides "" = none, and :ef is not checked
-    bool keeps_copy = true;       // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
-                                  // stored; false: the caller decodes them a part at a time (model/)
-    float momentum = 0.95f;       // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
-    int64_t momentum_warmup = 0;  // steps in which it rises to that from 0.85
-    bool nesterov = true;         // their direction is g + momentum (m - g); false: it is m
-    int64_t ns_steps = 5;         // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
-    const char* ns_coefficients = "jordan";
-    int64_t rank = 0;                // galore, fira, apollo: the rank; 0: a quarter of the shorter side
-    int64_t rank_gap = 0;            // steps after which they take new directions; 0: the rule's (matrix/low_rank.h)
-    float rank_scale = 0.0f;         // their factor on the update; 0: the rule's
-    bool rank_reset = false;         // their moments begin anew with new directions
-    float rank_growth = 1.01f;       // limit_growth of their launches
+    bool keeps_copy = true;     // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
+                                // stored; false: the caller decodes them a part at a time (model/)
+    float rank_growth = 1.01f;  // limit_growth of launches of low-rank rules
     int64_t matrix_chunk = 3 << 25;  // rules that read matrices take about this many elements at a time; no bit
                                      // depends on it (matrix/matrix.h)
-    float limit_growth = 0.0f;       // a tensor's update grows by at most this factor a step; 0: no limit
-    float clip_update = 1.0f;        // adafactor, came: the largest RMS of a tensor's update; 0: no limit
-    bool relative_steps = false;     // adafactor: the learning rate is at most 1 / sqrt(step)
-    bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
     bool replays = false;            // placed steps may be captured in CUDA graphs
     bool part = false;               // the tensors are part of a model, so a pattern may match none of them
@@ -127,12 +109,12 @@ void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int coun
 // Checks every name and value of the configuration and fills in the preset's defaults. Returns false with a sentence in
 // `error` that names the option, what was found and what to type; it suggests the nearest known name.
 bool optim_resolve(OptimConfig* config, char* error);
+// Sets the options of rules. Their numbers are rounded to fp32, which steps compute with. Those that are `auto` must be
+// set once more before a step.
+void optim_set_options(OptimConfig* config, const RuleOptions* options);
 
 // Returns the usual learning rate of a rule over adamw's.
 double optim_usual_rate(const char* rule);
-// Returns beta3 for --beta3 auto. ademamix's slow average remembers a third of a run of `steps` steps; came's
-// confidence remembers ten times as many steps as v does.
-double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
 
 // Returns the bytes that a resolved configuration takes on this device.
 OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,

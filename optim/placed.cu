@@ -237,7 +237,7 @@ static PlacedRun* build_run(PlacedTables* tables, int launch) {
     const OptimConfig* config = &tables->optim->plan->launch[launch].config;
     const bool matrix = rule_of(config)->matrix != MATRIX_NONE;
     PlacedRun* run = &tables->run[tables->runs++];
-    const bool by_rms = config->scale_by_rms && has_adafactor_lr(config);
+    const bool by_rms = has_adafactor_lr(config, "scaled");
     *run = {launch, update_reads_whole(config) && !matrix, matrix, by_rms, tables->tiles, 0, {}, {}, 0};
     return run;
 }

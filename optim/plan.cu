@@ -141,7 +141,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
         if (!own) own_config->momentum_warmup = 0;
         own_config->nesterov = config->nesterov || !own;
         if (!low_rank_limits(own_config)) continue;
-        if (config->limit_growth > 0.0f) own_config->rank_growth = config->limit_growth;
+        if (config->limit_growth > 0.0) own_config->rank_growth = (float)config->limit_growth;
         own_config->limit_growth = 0.0f;
     }
     return plan;

@@ -105,25 +105,12 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
                       overridden ? "weights=" : "--weights ", base, config->weights);
 }
 
-static bool resolve_decay_mode(const OptimConfig* config, char* error) {
-    const RuleRow* rule = rule_of(config);
-    const char* mode = config->decay_mode;
-    if (!text_among(mode, "coupled|independent|falling|cautious", '|')) {
-        return data_error(error, "--decay-mode: \"%s\" is not known; type coupled, independent, falling or cautious",
-                          mode);
-    }
-    if (strcmp(mode, "coupled") != 0 && !rule->decoupled) {
-        return data_error(error, "--decay-mode: \"%s\" was found, but %s adds the decay to the gradient; type coupled",
-                          mode, config->rule);
-    }
-    return strcmp(mode, "cautious") != 0 || rule->matrix ||
-           data_error(error, "--decay-mode: \"cautious\" is for rules that read matrices, and %s is none; type falling",
-                      config->rule);
-}
-
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
     const RuleRow* rule = rule_of(launch);
     if (!moments_fit(launch, true, error)) return false;
+    if (launch->eps == 0.0 && divides_by_eps(rule)) {
+        return data_error(error, "--eps: 0 was found, and %s divides by it where v is 0; type --eps 1e-8", rule->name);
+    }
     if (launch->limit_growth > 0.0f && rule->matrix && !low_rank_limits(launch)) {
         return data_error(
             error,
@@ -131,12 +118,15 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
             rule->name);
     }
     if (!rule->decoupled && strcmp(run->decay_mode, "coupled") != 0) {
-        return data_error(error,
-                          "--override: \"rule=%s\" was found, but it adds the decay to the gradient, which excludes "
-                          "--decay-mode %s; type --decay-mode coupled",
-                          rule->name, run->decay_mode);
+        return data_error(
+            error, "--decay-mode: \"%s\" was found, but %s adds the decay to the gradient; type --decay-mode coupled",
+            run->decay_mode, rule->name);
     }
-    return true;
+    return launch != run || rule->matrix || strcmp(run->decay_mode, "cautious") != 0 ||
+           data_error(
+               error,
+               "--decay-mode: \"cautious\" is for rules that read matrices, and %s is none; type --decay-mode falling",
+               rule->name);
 }
 
 // Puts the override NON_MATRIX_TENSORS first, since rules of matrices, rmnp and normuon-lite leave some tensors to
@@ -190,43 +180,21 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     return true;
 }
 
-bool optim_numbers_fit(const OptimConfig* c, char* error) {
-    const char *part = "a number from 0 to below 1", *any = "a number from 0 on";
-    const auto below_1 = [](float x) { return x >= 0.0f && x < 1.0f; };
-    const auto finite = [](float x) { return x >= 0.0f && x < INFINITY; };
-    const float growth = c->limit_growth;
-    const struct {
-        const char* option;
-        double value;
-        bool fits;
-        const char* range;
-    } numbers[] = {
-        {"--rank", (double)c->rank, c->rank >= 0 && c->rank <= 65536, "a number from 0 to 65536"},
-        {"--rank-gap", (double)c->rank_gap, c->rank_gap >= 0, any},
-        {"--rank-scale", c->rank_scale, finite(c->rank_scale), any},
-        {"--momentum", c->momentum, below_1(c->momentum), part},
-        {"--ns-steps", (double)c->ns_steps, c->ns_steps >= 1 && c->ns_steps <= 100, "a number from 1 to 100"},
-        {"--limit-growth", growth, growth == 0.0f || (growth >= 1.0f && finite(growth)), "0 or a number from 1 on"},
-        {"--clip-update", c->clip_update, finite(c->clip_update), any},
-        {"--beta1", c->beta1, below_1(c->beta1), part},
-        {"--beta2", c->beta2, below_1(c->beta2), part},
-        {"--eps", c->eps, c->eps > 0.0f && c->eps <= 1.0f, "a number above 0, at most 1"},
-        {"--beta3", c->beta3, below_1(c->beta3), part},
-        {"--alpha", c->alpha, finite(c->alpha), any},
-        {"--weight-decay", c->weight_decay, finite(c->weight_decay), any},
-    };
-    for (const auto& each : numbers) {
-        if (each.fits) continue;
-        return data_error(error, "%s: %g was found and %s is needed", each.option, each.value, each.range);
+bool optim_options_fit(const OptimConfig* config, char* error) {
+    for (const Option& option : RULE_OPTION) {
+        if (!option_fits(&option, static_cast<const RuleOptions*>(config), error)) return false;
     }
-    return true;
+    return config->limit_growth == 0.0 || config->limit_growth >= 1.0 ||
+           data_error(error, "--limit-growth %g was found and 0 or a number from 1 on is needed", config->limit_growth);
 }
 
-static bool resolve_matrix(const OptimConfig* config, char* error) {
-    NewtonSchulz coefficients;
-    return newton_schulz_coefficients(config->ns_coefficients, 0, &coefficients) ||
-           data_error(error, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
-                      NEWTON_SCHULZ_NAMES);
+void optim_set_options(OptimConfig* config, const RuleOptions* options) {
+    RuleOptions* to = config;
+    *to = *options;
+    for (const Option& option : RULE_OPTION) {
+        double* number = (double*)((char*)to + option.offset);
+        if (option.type == OPTION_REAL) *number = (float)*number;
+    }
 }
 
 double optim_usual_rate(const char* rule) {
@@ -234,12 +202,9 @@ double optim_usual_rate(const char* rule) {
     return row ? 1.0 / row->slower : 1.0;
 }
 
-double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
-    if (strncmp(rule, "came", 4) == 0) return 1.0 - 0.1 * (1.0 - beta2);
-    return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)steps) : 0.9;
-}
-
 bool optim_resolve(OptimConfig* config, char* error) {
+    if (!optim_options_fit(config, error)) return false;
+    optim_set_options(config, config);
     take_default(&config->preset, PRESETS[0].name);
     if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
@@ -247,13 +212,11 @@ bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->weights, preset->weights);
     take_default(&config->grads, "");
     take_default(&config->m, preset->m);
-    take_default(&config->decay_mode, "coupled");
     if (!resolve_name(rule_table(), "--rule", &config->rule, error)) return false;
     take_default(&config->v, rule_of(config)->keeps_v ? preset->v : NONE);
     return resolve_name(weights_table(), "--weights", &config->weights, error) &&
            resolve_name(grads_table(), "--grads", &config->grads, error) && moments_fit(config, false, error) &&
            resolve_state("--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
            resolve_state("--v", &config->v, error) && optim_feedback_fits(config, false, error) &&
-           resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
-           optim_rule_fits(config, config, error) && optim_numbers_fit(config, error);
+           resolve_overrides(config, error) && optim_rule_fits(config, config, error);
 }

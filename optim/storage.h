@@ -88,10 +88,11 @@ inline const RuleRow* rule_of(const OptimConfig* config) {
     return find_row(rule_table(), config->rule);
 }
 
-// Returns true if the learning rate of a configuration may be that of --adafactor-lr.
-inline bool has_adafactor_lr(const OptimConfig* config) {
+// Returns true if the rule reads --adafactor-lr, and that is `kind` ("relative" or "scaled") or both.
+inline bool has_adafactor_lr(const OptimConfig* config, const char* kind) {
     const RowRule rows = rule_of(config)->rows;
-    return rows == ROWS_ADAFACTOR || is_package(rows);
+    return (rows == ROWS_ADAFACTOR || is_package(rows)) &&
+           (strcmp(config->adafactor_lr, kind) == 0 || strcmp(config->adafactor_lr, "paper") == 0);
 }
 
 // Returns array 0, 1 or 2 of a storage.
@@ -147,8 +148,13 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
 // sentence otherwise. `run` is the configuration without overrides.
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error);
 
-// Checks the ranges of all numbers. Returns false with a sentence that names the option.
-bool optim_numbers_fit(const OptimConfig* config, char* error);
+// Returns true if eps keeps a rule from a division by 0: it divides by the root of a v, or of numbers in its place.
+inline bool divides_by_eps(const RuleRow* rule) {
+    return rule->keeps_v || (rule->by_rows && rule->rows != ROWS_RMNP);
+}
+
+// Checks the ranges of all options of rules. Returns false with a sentence that names the option.
+bool optim_options_fit(const OptimConfig* config, char* error);
 
 // Returns the span of a storage's second array; SPAN_RUN if `format` is null.
 Span format_span(const FormatRow* format);

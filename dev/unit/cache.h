@@ -98,7 +98,7 @@ int in_processes(Test* test, int count, Body body) {
 }
 
 inline bool serves_m(const char* name) {
-    OptimConfig config = {"", "adamw", "fp32", "fp32", name, "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    OptimConfig config = {{}, "", "adamw", "fp32", "fp32", name, "fp32", 1};
     bool serves = optim_resolve(&config, error);
     if (!serves && !strstr(error, "holds no negative numbers")) printf("    %s\n", error), exit(1);
     return serves;
@@ -106,7 +106,7 @@ inline bool serves_m(const char* name) {
 
 // True if weights of this storage go with a rule and an m: those whose errors are fed back do not with all.
 inline bool goes_with(const char* rule, const char* weights, const char* m) {
-    OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    OptimConfig config = {{}, "", rule, weights, "fp32", m, "", 1};
     bool goes = optim_resolve(&config, error);
     if (!goes && !strstr(weights, ":ef")) printf("    %s\n", error), exit(1);
     return goes;

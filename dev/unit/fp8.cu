@@ -384,7 +384,7 @@ template <typename X>
 StoredLayer<X> stored_layer_open(Room* room, const char* weights, int64_t N, int C, int OC) {
     const Device* dev = room->dev;
     StoredLayer<X> layer = {};
-    OptimConfig config = {"fp8", "", weights, "fp32", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+    OptimConfig config = {{}, "fp8", "", weights, "fp32", "", "", 7};
     if (!optim_resolve(&config, error)) user_error("%s", error);
     config.keeps_copy = false;
     OptimTensor tensor = {"h.0.mlp.c_fc.weight", OC, C, true, 0};

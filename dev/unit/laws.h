@@ -37,9 +37,9 @@ struct Combination {
     bool by_rms = false;
 
     OptimConfig config(const char* grads) const {
-        OptimConfig c = {preset, rule, weights, grads, m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+        OptimConfig c = {{}, preset, rule, weights, grads, m, v, 77};
         c.beta3 = 0.999f, c.alpha = 2.0f, c.ramp = 9, c.lr_max = 1e-2f, c.rank_gap = 2;
-        c.overrides = overrides, c.limit_growth = growth, c.scale_by_rms = c.relative_steps = by_rms;
+        c.overrides = overrides, c.limit_growth = growth, c.adafactor_lr = by_rms ? "paper" : "plain";
         return resolved(c);
     }
 };

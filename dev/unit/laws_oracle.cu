@@ -38,9 +38,9 @@ static const Case cases[] = {
     {"adafactor8bit"},
     {"came8bit"},
     {"adafactor8bit", "", WITH(c->m = "none", c->limit_growth = 1.02f, c->clip_update = 0.3f)},
-    {"adafactor8bit", "", WITH(c->limit_growth = 1.02f, c->scale_by_rms = true)},
+    {"adafactor8bit", "", WITH(c->limit_growth = 1.02f, c->adafactor_lr = "scaled")},
     {"came8bit", "", WITH(c->limit_growth = 1.01f, c->eps = 1e-3f)},
-    {"came8bit", "", WITH(c->clip_update = 0.0f, c->relative_steps = true)},
+    {"came8bit", "", WITH(c->clip_update = 0.0f, c->adafactor_lr = "relative")},
     {"apollo", "", WITH(c->rank = 8, c->rank_gap = 2, c->rank_reset = true, c->limit_growth = 1.1f)},
     {"apollo-factored", "", WITH(c->rank = 8, c->rank_gap = 3, c->rank_reset = true)},
     {"adamw", "", WITH(c->decay_mode = "independent", c->lr_max = 0.25f)},
@@ -51,9 +51,9 @@ static const Case cases[] = {
     {"rmnp", "none", WITH(c->limit_growth = 1.05f, c->nesterov = false)},
     {"normuon-lite", "none", WITH(c->nesterov = false)},
     {"adafactor", "", WITH(c->m = "none", c->clip_update = 0.3f)},
-    {"adafactor", "", WITH(c->m = "none", c->clip_update = 0.0f, c->scale_by_rms = c->relative_steps = true)},
-    {"adafactor", "", WITH(c->limit_growth = 1.02f, c->scale_by_rms = true)},
-    {"adafactor", "", WITH(c->scale_by_rms = true), 1.0f, 1e-5f},  // weights near zero
+    {"adafactor", "", WITH(c->m = "none", c->clip_update = 0.0f, c->adafactor_lr = "paper")},
+    {"adafactor", "", WITH(c->limit_growth = 1.02f, c->adafactor_lr = "scaled")},
+    {"adafactor", "", WITH(c->adafactor_lr = "scaled"), 1.0f, 1e-5f},  // weights near zero
     {"came", "", WITH(c->limit_growth = 1.01f)},
     {"came", "", WITH(c->beta1 = 0.0f), 1e-10f, 1.0f, true},  // no residual
     {"muon", "", WITH(c->ns_coefficients = "polar-express", c->ns_steps = 8)},

@@ -194,7 +194,7 @@ TEST(optim_weights_in_and_out) {
 }
 
 TEST(optim_names) {
-    const OptimConfig good = {"adamw32", "", "", "bf16", nullptr, nullptr, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+    const OptimConfig good = {{}, "adamw32", "", "", "bf16", nullptr, nullptr, 1};
     OptimConfig config = resolved(good);
     expect(is(config.weights, "bf16+fp32") && is(config.m, "fp32"), "%s %s", config.weights, config.m);
     const std::tuple<OptimConfig, const char*> lines[] = {
@@ -229,11 +229,29 @@ TEST(optim_overrides_of_presets) {
         {"fp8w8e", "", "", "", "", "wpe:lr=2", "wpe:lr=2"},
     };
     for (const auto& [preset, rule, weights, m, v, overrides, want] : rows) {
-        OptimConfig config = {preset, rule, weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+        OptimConfig config = {{}, preset, rule, weights, "fp32", m, v, 7};
         config.overrides = overrides;
         expect(optim_resolve(&config, error), "%s", error);
         expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
         expect(optim_resolve(&config, error) && is(config.overrides, want), "again: %s", error);
+    }
+}
+
+// A number above the range of an option of rules, NaN and an unknown choice are refused.
+TEST(optim_options_have_ranges) {
+    for (const Option& each : RULE_OPTION) {
+        const Option* option = &each;
+        for (double number : {2 * option->high + 1, option->low - 2, (double)NAN}) {
+            OptimConfig config = {};
+            void* field = (char*)static_cast<RuleOptions*>(&config) + option->offset;
+            if (option->type == OPTION_SWITCH || (option->type != OPTION_REAL && number != number)) continue;
+            if (option->type == OPTION_INT) *(long long*)field = (long long)number;
+            if (option->type == OPTION_REAL) *(double*)field = number;
+            if (option->type == OPTION_CHOICE) *(const char**)field = "o";
+            expect_refused(optim_resolve(&config, error), error,
+                           option->type == OPTION_CHOICE ? "type one of" : "range");
+            expect(strncmp(error + 2, option->name, strlen(option->name)) == 0, "%s", error);
+        }
     }
 }
 
@@ -261,23 +279,11 @@ TEST(optim_refusals) {
         {"lion", WITH(c->v = "fp32"), "--v: \"fp32\"", "lion keeps no second moment"},
         {"adafactor", WITH(c->v = "fp32"), "--v: \"fp32\"", "fp32 numbers by row and column"},
         {"normuon", WITH(c->v = "fp32"), "--v: \"fp32\"", "one fp32 number a row"},
-        {"adamw", WITH(c->beta1 = 1.0f), "--beta1: 1", "below 1"},
-        {"adamw", WITH(c->beta2 = NAN), "--beta2: nan", "below 1"},
-        {"adamw", WITH(c->beta3 = 1.0f), "--beta3: 1", "below 1"},
-        {"adamw", WITH(c->alpha = -1.0f), "--alpha: -1", "from 0"},
-        {"adamw", WITH(c->eps = 0.0f), "--eps: 0", "above 0"},
-        {"adamw", WITH(c->weight_decay = -0.1f), "--weight-decay: -0.1", "from 0"},
-        {"adamw", WITH(c->decay_mode = "both"), "--decay-mode: \"both\"", "coupled, independent, falling or cautious"},
+        {"adamw", WITH(c->eps = 0.0f), "--eps: 0", "--eps 1e-8"},
         {"adam", WITH(c->decay_mode = "independent"), "--decay-mode: \"independent\"", "adam adds"},
-        {"adamw", WITH(c->limit_growth = 0.5f), "--limit-growth: 0.5", "0 or a number from 1 on"},
+        {"adamw", WITH(c->limit_growth = 0.5f), "--limit-growth 0.5", "0 or a number from 1 on"},
         {"muon", WITH(c->limit_growth = 1.01f), "--limit-growth: muon", "--rule adamw"},
-        {"adafactor", WITH(c->clip_update = -1.0f), "--clip-update", "a number from 0 on"},
-        {"muon", WITH(c->ns_coefficients = "jordon"), "--ns-coefficients: \"jordon\"", "jordan or polar-express"},
-        {"muon", WITH(c->ns_steps = 0), "--ns-steps: 0", "from 1 to 100"},
-        {"muon", WITH(c->momentum = 1.0f), "--momentum: 1", "below 1"},
-        {"galore", WITH(c->rank_gap = -1), "--rank-gap: -1", "from 0 on"},
         {"galore", WITH(c->limit_growth = 1.01f), "--limit-growth: galore", "--rule adamw"},
-        {"apollo", WITH(c->rank = -1), "--rank: -1", "65536"},
         {"rmnp", WITH(c->weights = "bf16:ef"), "--weights", "does not divide by a root of v"},
         {"muon", WITH(c->weights = "bf16:ef", c->m = "e4m3:sr"), "--weights: weights \"bf16:ef\"",
          "products of whole matrices; type --rule adamw, or"},

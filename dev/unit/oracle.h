@@ -408,7 +408,7 @@ template <class R>
 void oracle_step(Whole<R>* w, std::vector<R> g, double rate, int step) {
     const OptimConfig* c = w->config;
     const RuleRow* rule = find_row(rule_table(), c->rule);
-    if (c->relative_steps) rate = fmin(rate, 1.0 / sqrt((double)step));
+    if (has_adafactor_lr(c, "relative")) rate = fmin(rate, 1.0 / sqrt((double)step));
     const double lr = rate * w->settings.lr, share = rate / (double)c->lr_max;
     const bool cautious = is(c->decay_mode, "cautious"), falls = cautious || is(c->decay_mode, "falling");
     const double decay = is(c->decay_mode, "independent") ? share : falls ? lr * share : lr;
@@ -429,14 +429,14 @@ void oracle_step(Whole<R>* w, std::vector<R> g, double rate, int step) {
     }
     R factor = 1;
     const bool has_m = !is(c->m, "none");
-    if (c->scale_by_rms) factor = std::max(R(1e-3), norm_of(w->p) / std::sqrt((R)w->size()));
+    if (has_adafactor_lr(c, "scaled")) factor = std::max(R(1e-3), norm_of(w->p) / std::sqrt((R)w->size()));
     if (c->limit_growth > 0) {
         const R norm = norm_of(w->u) / (rule->grows && has_m ? w->bias1 : R(1)), most = (R)c->limit_growth * w->last;
         const bool cut = w->last > 0 && norm > most;
         if (cut) factor *= most / norm;
         w->last = cut ? most : norm;
     }
-    if (is_package(rule->rows) && has_m && !c->relative_steps) {
+    if (is_package(rule->rows) && has_m && !has_adafactor_lr(c, "relative")) {
         factor *= (w->rule("came8bit") ? std::sqrt(w->bias2) : R(1)) / w->bias1;
     }
     const R close = norm_of(w->u) / std::sqrt((R)w->size()) * R(1e-5);  // too close to zero to call its sign

@@ -114,7 +114,7 @@ struct Ours {
 
     explicit Ours(const Format* format) {
         const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
-        const OptimConfig config = resolved({"", "adamw", "fp32", "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1});
+        const OptimConfig config = resolved({{}, "", "adamw", "fp32", "fp32", m, v, 1});
         row = find_row(state_table(), format->moment_v ? config.v : config.m);
         if (row->table_bytes) row->fill(table);
     }

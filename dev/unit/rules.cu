@@ -1,18 +1,22 @@
 // Tests of beta3 and of the ways to keep weights: splits, compensation and feedback against what
 // they promise. laws*.cu have what holds of all of them.
 #include "../../optim/kernel.cuh"
+#include "../../data/schedule.h"
 #include "steps.h"
 
 // An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.
 TEST(rules_usual_beta3) {
-    const std::tuple<const char*, double, int64_t, double> rows[] = {{"ademamix", 0.95, 30, 0.9},
-                                                                     {"ademamix", 0.95, 300, 0.99},
-                                                                     {"ademamix", 0.95, 1000000, 0.9999},
-                                                                     {"came", 0.95, 300, 0.995},
-                                                                     {"came", 0.999, 10, 0.9999}};
+    const std::tuple<const char*, double, long long, double> rows[] = {{"ademamix", 0.95, 30, 0.9},
+                                                                       {"ademamix", 0.95, 300, 0.99},
+                                                                       {"ademamix", 0.95, 1000000, 0.9999},
+                                                                       {"came", 0.95, 300, 0.995},
+                                                                       {"came", 0.999, 10, 0.9999}};
     for (const auto& [rule, beta2, steps, want] : rows) {
-        const double beta3 = optim_usual_beta3(rule, beta2, steps);
-        expect(fabs(beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, (long long)steps, beta3);
+        Options o;
+        options_defaults(&o);
+        o.rule = rule, o.steps = steps, o.tokens_per_step = 1, o.of_rule.beta2 = beta2;
+        defaults_choose(&o, 1, false, true, 0);
+        expect(fabs(o.of_rule.beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, o.steps, o.of_rule.beta3);
     }
     // ademamix's rises to it from any beta1.
     OptimConfig config = make_config("ademamix", "fp32", "fp32");

@@ -43,7 +43,7 @@ inline const char* kernel_of(const OptimConfig& config, const char* name = nullp
 
 inline OptimConfig make_config(const char* rule, const char* weights, const char* state) {
     const char* v = keeps_v(rule) ? state : "";
-    OptimConfig config = {"", rule, weights, "fp32", state, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    OptimConfig config = {{}, "", rule, weights, "fp32", state, v, 77};
     config.beta3 = 0.999f;
     config.alpha = 4.0f;
     config.ramp = 12;

@@ -80,8 +80,10 @@ TEST(learning_rate_auto) {
                                                        : 524288),
                "%lld", run.tokens_per_step);
         defaults_choose(&run, rate, false, true, 0);
-        expect(run.lr == lr && run.warmup == warmup && run.weight_decay == decay && fabs(run.beta2 - beta2) < 1e-9,
-               "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.weight_decay, run.beta2);
+        expect(run.lr == lr && run.warmup == warmup && run.of_rule.weight_decay == decay &&
+                   fabs(run.of_rule.beta2 - beta2) < 1e-9,
+               "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.of_rule.weight_decay,
+               run.of_rule.beta2);
     }
     for (const auto& [epoch, tokens] : {std::tuple(1000ll, 32768ll), {100000000, 65536}, {10000000000, 524288}})
         expect(default_tokens_per_step(&o, epoch) == tokens, "%lld", epoch);

@@ -115,7 +115,7 @@ inline float run_gradient(const OptimTensor* tensor, int64_t step, int t, int64_
 }
 
 inline OptimConfig preset_config(const char* preset, const char* grads, const char* overrides = "") {
-    OptimConfig config = {preset, "", "", grads, "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 42};
+    OptimConfig config = {{}, preset, "", "", grads, "", "", 42};
     config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.overrides = overrides;
     return resolved(config);
 }

@@ -4,7 +4,7 @@
 #include "steps.h"
 
 static OptimConfig table_config(const char* preset, const char* weights, const char* m, const char* v) {
-    OptimConfig config = {preset, "", weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+    OptimConfig config = {{}, preset, "", weights, "fp32", m, v, 77};
     return resolved(config);
 }
 

@@ -5,16 +5,13 @@
 The top level uses optim, kernels and data; optim uses kernels and data's base; kernels uses data's base; data uses
 itself; the base uses only the base. dev may use anything, and nothing but test_gpt2.cu uses dev. The exceptions are
 listed by name.
-
-The options and arguments that need a rule stand in data/options_synonyms.h for ./train and in optimizer.py for
-PyTorch, which share no code; the two lists must agree.
 """
-import ast
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BASE = {"errors", "text", "files", "clock", "json", "memory", "signals", "linkage"}  # of data/
+BASE = {"errors", "text", "files", "clock", "json", "memory", "signals", "linkage", "option",
+        "rule_options"}  # of data/
 MAY = {"top": {"top", "optim", "kernels", "data", "base"}, "optim": {"optim", "kernels", "base"},
        "kernels": {"kernels", "base"}, "data": {"data", "base"}, "base": {"base"}}
 EXCEPTIONS = {("kernels/feeder.cuh", "data/loader.h"),  # copies what the loader reads to the device
@@ -61,23 +58,11 @@ def cycles(graph):
     return found
 
 
-def needs_differ():
-    """Arguments that need other rules in Python than as options of ./train. momentum_warmup is an option alone."""
-    rows = re.findall(r'\{"([a-z0-9 -]+)", "rule", "([a-z0-9|-]+)"\}', (ROOT / "data/options_synonyms.h").read_text())
-    options = {name: set(rules.split("|")) for names, rules in rows for name in names.replace("-", "_").split()}
-    text = re.search(r"^NEEDS = (\{.*?\})", (ROOT / "optim/python/nibble_optim/optimizer.py").read_text(), re.M | re.S)
-    needs = ast.literal_eval(text[1])
-    arguments = {name: set(needs[names].split()) for names in needs for name in names.split()}
-    names = (set(options) | set(arguments)) - {"momentum_warmup"}
-    return [f"{name}: other rules in optimizer.py than in options_synonyms.h" for name in sorted(names)
-            if options.get(name) != arguments.get(name)]
-
-
 graph = read_includes()
 assert len(graph) > 100 and graph["kernels/feeder.cuh"], "the files were not found"
 assert cycles({"a": ["b"], "b": ["a"]}) and not cycles({"a": ["b"], "b": []}), "cycles are not found"
 assert wrong_directions({"data/files.c": ["kernels/common.cuh"]}), "wrong directions are not found"
-problems = wrong_directions(graph) + cycles(graph) + needs_differ()
+problems = wrong_directions(graph) + cycles(graph)
 problems += [f"{a} includes {b}, which is not there" for a in graph for b in graph[a] if not (ROOT / b).is_file()]
 for problem in problems:
     print("FAIL ", problem)

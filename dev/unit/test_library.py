@@ -208,11 +208,26 @@ def test_library_limit_growth():
            lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
 
 
+def test_library_options_of_rules():
+    """Each option has the default that it names, for each rule that reads it, and refuses what is none of its choices."""
+    assert {"momentum", "rank_gap", "adafactor_lr"} < library.rule_options().keys() - {"beta1", "eps"}
+    for name, (values, default, rules, _) in library.rule_options().items():
+        for rule in rules or ["adamw"]:
+            with_it, without = (Plain([(20, 30), (3, 4)], rule=rule, m="fp32", overrides="none", **own)
+                                for own in ({name: default}, {}))
+            for number in range(1, 3):
+                with_it.step(number)
+                without.step(number)
+            assert with_it.bytes() == without.bytes(), (name, rule)
+        if "|" in values:
+            raises(ValueError, f"{name} 'x' is not known", lambda: Plain([5], **{name: "x"}))
+
+
 def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
-                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type one of off|on"),
+                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type one of on|off"), ({"alpha": "x"}, "alpha takes a number"),
                             ({"parameters": "fp64"}, "fp32|bf16|fp16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
@@ -229,7 +244,7 @@ def test_library_mistakes_are_sentences():
         raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape)]))
     plain = Plain([5], preset="adamw8")
     for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
-                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps: 0")]:
+                            ({"number": 1, "betas": (0.9, 1.0)}, "betas 1 is out"), ({"number": 1, "eps": 0.0}, "eps 0 was")]:
         raises(ValueError, words, lambda: plain.step(**settings))
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))

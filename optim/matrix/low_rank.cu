@@ -399,7 +399,7 @@ static bool refreshes(const LowStep* low, const Matrix* m) {
 }
 
 static float rank_scale(const OptimConfig* config, const LowMatrix* l) {
-    if (config->rank_scale > 0.0f) return config->rank_scale;
+    if (config->rank_scale > 0.0) return (float)config->rank_scale;
     return l->rule.scale > 0.0f ? l->rule.scale : (float)l->side / (float)l->rank;
 }
 

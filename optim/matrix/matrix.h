@@ -77,7 +77,6 @@ struct NewtonSchulz {
     float a, b, c;
 };
 bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coefficients);
-constexpr const char* NEWTON_SCHULZ_NAMES = "jordan or polar-express";
 
 // A launch's plan, and its buffers in device memory.
 struct MatrixWork {

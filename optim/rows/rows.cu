@@ -8,7 +8,7 @@
 // The plan.
 
 bool config_scaled(const OptimConfig* config) {
-    return config->limit_growth > 0.0f || (config->scale_by_rms && has_adafactor_lr(config));
+    return config->limit_growth > 0.0f || has_adafactor_lr(config, "scaled");
 }
 
 bool update_reads_whole(const OptimConfig* config) {
@@ -24,7 +24,7 @@ bool config_reads_whole(const OptimConfig* config) {
 static void passes_add(RowPlan* plan, const OptimConfig* config) {
     for (int sum = SUM_SQUARES; sum <= SUM_STEP; sum++) {
         const bool asked = sum == SUM_UPDATE || sum == SUM_MOMENTUM ? config->clip_update > 0.0f
-                           : sum == SUM_WEIGHTS                     ? config->scale_by_rms
+                           : sum == SUM_WEIGHTS                     ? has_adafactor_lr(config, "scaled")
                            : sum == SUM_STEP                        ? config->limit_growth > 0.0f
                                                                     : true;
         if (asked && sum_info((Sum)sum).rules >> rule_of(config)->rows & 1) plan->pass[plan->passes++] = (Sum)sum;
@@ -296,13 +296,13 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
     settle.grad_scale = step->grad_scale;
     settle.sum = sum, settle.rule = rule;
-    settle.by_rms = config->scale_by_rms && has_adafactor_lr(config);
+    settle.by_rms = has_adafactor_lr(config, "scaled");
     settle.parts = work->parts, settle.kept = (float*)v->scales, settle.ready = v->new_scales;
     settle.factor = (float*)arguments.factor, settle.norms = (float*)launch->kept[SLOT_NORMS].scales;
     settle.one_minus_beta2 = arguments.group[0].one_minus_beta2, settle.root2 = arguments.group[0].root2;
     settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, own_number(step)),
     settle.root3 = (float)bias_root(config->beta3, own_number(step));
-    settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    settle.clip = (float)config->clip_update, settle.growth = (float)config->limit_growth;
     settle.eps = is_package(rule) ? arguments.group[0].eps : 0.0f;
     settle.changing = step->replayed ? step->replayed->changing : nullptr;
     rows_settle(dev, &settle);

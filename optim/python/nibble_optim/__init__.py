@@ -1,8 +1,8 @@
 """Optimizers with states and weights of 4, 8 and 16 bits, one launch a step. README.md has the lines to begin with."""
-from .library import Handle, formats, gpus, presets
+from .library import Handle, formats, gpus, options, presets
 
 __version__ = "0.1.0"
-__all__ = ["Optimizer", "Handle", "formats", "gpus", "presets"]
+__all__ = ["Optimizer", "Handle", "formats", "gpus", "options", "presets"]
 
 
 def __getattr__(name):  # torch is imported where it is used

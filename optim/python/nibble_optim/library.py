@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import sys
+import typing
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
 VERSION = 6
@@ -195,6 +196,20 @@ class Handle:
     def setting(self, key):
         value = self.library.nibble_optim_setting(self.handle, key.encode())
         return value.decode() if value is not None else None
+
+
+def rule_options() -> typing.Dict[str, typing.Tuple[str, str, typing.List[str], str]]:
+    """Returns the options of rules by name: choices separated by | (F or N: a number), the default, the rules that read it
+    ([]: any may) and what it is. Those that parameter groups have are not among them."""
+    rows = (line.split("\t") for line in library().nibble_optim_list(b"options").decode().splitlines())
+    return {name.replace("-", "_"): (values, default, re.findall(r"[^=|]+", needs)[1:], text)
+            for name, values, default, needs, text in rows}
+
+
+def options() -> None:
+    """Prints the options of rules: name, choices, default, the rules that read it, and what it is."""
+    for name, (values, default, rules, text) in rule_options().items():
+        print(f"{f'{name}={values} [{default}]':40} {', '.join(rules)}{': ' if rules else ''}{text}")
 
 
 def gpus() -> int:

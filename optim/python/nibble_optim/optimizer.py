@@ -18,21 +18,11 @@ import torch
 from . import library
 from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
-SHARED = ("overrides seed decay_mode lr_max beta3 alpha ramp momentum clip_update limit_growth stacked ns_steps "
-          "ns_coefficients rank rank_gap rank_scale adafactor_lr").split()  # settings of all groups
+OPTIONS = library.rule_options()  # arguments that are options of rules, which all groups share
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
-NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came came8bit",
-         "momentum nesterov": "muon normuon rmnp normuon-lite", "ns_steps ns_coefficients": "muon normuon",
-         "rank": "galore fira apollo apollo-factored",
-         "rank_gap rank_scale rank_reset": "galore fira apollo apollo-mini apollo-factored",
-         "adafactor_lr": "adafactor adafactor8bit came8bit",
-         "clip_update": "adafactor came adafactor8bit came8bit"}  # rules of arguments, as in data/options_synonyms.h
 REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
 # Names of other models' embeddings, heads, norms and biases, which these rules leave to adamw too.
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
-LEAVE_REST = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini", "apollo-factored", "rmnp",
-              "normuon-lite")
-NO_EPS = ("lion", "sgd", "sgdw", "sgd-nesterov", "sgdw-nesterov", "muon", "rmnp")
 
 
 def _by_pattern(text):
@@ -79,19 +69,11 @@ class Optimizer(torch.optim.Optimizer):
     betas, eps: of the averages of gradients and of their squares
     overrides: other rules and formats for some tensors by name, "ln*: m=fp32 v=fp32; wte: rule=adamw"
     seed: of the noise of stochastic rounding
-    decay_mode: "coupled", or "independent": the decay is weight_decay times lr / lr_max
-    beta3, alpha, ramp: ademamix's slow average: decay, weight, steps until both are reached; came's confidence: beta3
-    momentum, nesterov: of rules with momentum in place of betas
-    clip_update: adafactor and came: the largest RMS of a tensor's update
-    adafactor_lr: "plain"; "relative": lr is at most 1 / sqrt(step); "scaled": lr times the RMS of the tensor's weights,
-        1e-3 or more; "paper": both
-    limit_growth: the factor by which the norm of a tensor's update may grow a step, from 1 on
+    lr_max: the largest lr, by which the decay_modes "independent" and "falling" divide
     capturable: steps may be captured in CUDA graphs
     stacked: equal matrices in one tensor, "c_attn.weight:3"; transposed: names of matrices with inputs as rows
-    ns_steps, ns_coefficients: muon's Newton-Schulz steps, "jordan" or "polar-express"
-    rank, rank_gap, rank_scale: galore, fira, apollo: rank, steps between directions, factor of the update
-    rank_reset: their moments begin anew with new directions
-    min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple"""
+    min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple
+    options: of rules, such as momentum=0.9 or nesterov=False; nibble_optim.options() prints them"""
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
@@ -103,22 +85,12 @@ class Optimizer(torch.optim.Optimizer):
                  weight_decay: float = 0.1, betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *,
                  rule: Optional[str] = None, weights: Optional[str] = None, m: Optional[str] = None,
                  v: Optional[str] = None, overrides: Optional[str] = None, seed: int = 0,
-                 decay_mode: Optional[str] = None, lr_max: Optional[float] = None, beta3: Optional[float] = None,
-                 alpha: Optional[float] = None, ramp: Optional[int] = None, momentum: Optional[float] = None,
-                 nesterov: Optional[bool] = None, clip_update: Optional[float] = None,
-                 adafactor_lr: Optional[str] = None, limit_growth: Optional[float] = None, capturable: bool = False,
-                 stacked: Optional[str] = None, ns_steps: Optional[int] = None, ns_coefficients: Optional[str] = None,
-                 rank: Optional[int] = None, rank_gap: Optional[int] = None, rank_scale: Optional[float] = None,
-                 rank_reset: Optional[bool] = None,
+                 lr_max: Optional[float] = None, capturable: bool = False, stacked: Optional[str] = None,
                  min_quantized: Union[int, Tuple[int, int]] = 0, transposed: Optional[str] = None,
-                 names: Union[torch.nn.Module, Iterable, None] = None) -> None:
-        if nesterov not in (None, True, False):
-            raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
-        given = locals()
-        self._shared = {name: given[name] for name in SHARED}
-        self._shared.update(nesterov=None if nesterov is None else "on" if nesterov else "off",
-                            rank_reset=None if rank_reset is None else "on" if rank_reset else "off",
-                            capturable=1 if capturable else None)
+                 names: Union[torch.nn.Module, Iterable, None] = None,
+                 **options: Union[None, bool, float, str]) -> None:
+        self._shared = dict(overrides=overrides, seed=seed, lr_max=lr_max, stacked=stacked,
+                            capturable=1 if capturable else None, **self._options_of(options))
         # Tensors that are smaller, as a whole, or no multiple of a second number, keep m and v in fp32.
         self._min_quantized = min_quantized if isinstance(min_quantized, tuple) else (min_quantized, 1)
         self._transposed = transposed
@@ -137,20 +109,30 @@ class Optimizer(torch.optim.Optimizer):
         self._written = set()  # parameters that other code wrote, whose part is gone and the next one not yet there
 
     @staticmethod
-    def _check_group(group):
+    def _options_of(options):
+        """Returns the settings of rules' options, None for those that are not among the arguments."""
+        for name, value in options.items():
+            if name not in OPTIONS:
+                raise TypeError(f"{name}={value!r} was found, which is no argument; nibble_optim.options() prints those "
+                                "of rules, and help(Optimizer) the others")
+            if OPTIONS[name][0] == "on|off" and value is not None:
+                if value not in (True, False):
+                    raise ValueError(f"{name}: {value!r} was found; give True or False")
+                options[name] = "on" if value else "off"
+        return {**dict.fromkeys(OPTIONS), **options}
+
+    @staticmethod
+    def _constants(group):
+        """Returns the constants of a group as settings, which the library checks. Refuses what is no number."""
         try:
             lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
             beta1, beta2 = (float(beta) for beta in group["betas"])
         except (TypeError, ValueError):
             found = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "weight_decay", "eps", "betas"))
             raise ValueError(f"{found} were found; give numbers, and two of them as betas") from None
-        for name, value, good, want in [("lr", lr, 0 <= lr < math.inf, "a number from 0 on"),
-                                        ("weight_decay", decay, 0 <= decay < math.inf, "a number from 0 on"),
-                                        ("eps", eps, 0 <= eps <= 1, "a number above 0, at most 1"),
-                                        ("betas", beta1, 0 <= beta1 < 1, "numbers from 0 to below 1"),
-                                        ("betas", beta2, 0 <= beta2 < 1, "numbers from 0 to below 1")]:
-            if not good:
-                raise ValueError(f"{name}: {value:g} was found; give {want}")
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"lr: {lr:g} was found; give a number from 0 on")
+        return dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
 
     def add_param_group(self, param_group):
         if param_group.get("preset") is not None:  # it brings its rule and formats, so the optimizer's do not apply
@@ -171,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
             if rejected:
                 raise TypeError(f"a parameter of {rejected[0].dtype} was found; the optimizer takes float32, "
                                 "bfloat16 and float16")
-            self._check_group(group)
+            self._constants(group)
             self._rule(group)
             if self._names:  # the optimizer has been made
                 self._check()
@@ -205,11 +187,12 @@ class Optimizer(torch.optim.Optimizer):
         return param.numel() < least or param.numel() % multiple > 0
 
     def _rule(self, group):
-        """Returns the rule of a group's parameters without overrides."""
+        """Returns the rule of a group's parameters without overrides, and whether it leaves some to adamw."""
         key = tuple(group.get(name) for name in FORMATS)
         if key not in self._rules:
             settings = {**self._settings(group), "device": "cpu", "overrides": None, "weights": None}
-            self._rules[key] = library.Handle(settings, []).setting("rule")
+            handle = library.Handle(settings, [])
+            self._rules[key] = handle.setting("rule"), handle.setting("overrides").startswith(REST)
         return self._rules[key]
 
     def _is_rest(self, param):
@@ -220,16 +203,12 @@ class Optimizer(torch.optim.Optimizer):
         """Returns True for a matrix whose rows are the columns of the parameter (the argument transposed)."""
         return param.dim() == 2 and library.matches(self._transposed or "", self._names[param])
 
-    def _ignores_eps(self, group, params):
-        rule = self._rule(group)
-        return rule in NO_EPS and "rule=" not in (self._shared["overrides"] or "") and not (
-            rule in LEAVE_REST and any(map(self._is_rest, params)))
-
     def _tensor(self, param):
         """Returns a parameter's name, rows and columns for the library, which knows what to leave to adamw by REST."""
         shape, name = param.shape[::-1] if self._is_turned(param) else param.shape, self._names[param]
         rows = shape[0] if param.dim() > 1 and param.numel() > 0 else 1
-        rest = self._rule(self.param_groups[self._group_of[param]]) in LEAVE_REST and self._is_rest(param)
+        _, leaves_rest = self._rule(self.param_groups[self._group_of[param]])
+        rest = leaves_rest and self._is_rest(param)
         return name + ".wpe" if rest else name, rows, param.numel() // rows
 
     def _check(self):
@@ -247,9 +226,8 @@ class Optimizer(torch.optim.Optimizer):
                 by_key[(self._group_of[p], p.dtype, self._is_small(p))].append(p)
         for (number, *_), params in by_key.items():
             group = self.param_groups[number]
-            if float(group["eps"]) == 0 and not self._ignores_eps(group, params):
-                raise ValueError("eps: 0 was found; give a number above 0, at most 1")
-            library.Handle({**self._settings_of(group, params), "device": "cpu", "capturable": None},
+            library.Handle({**self._settings_of(group, params), **self._constants(group), "device": "cpu",
+                            "capturable": None},
                            [(*self._tensor(p), 0, 0) for p in params])
         self._flat = None
 
@@ -270,16 +248,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_needs(self):
         """Warns of an argument that no rule reads; a group that is added later may have a rule that does."""
-        given = [name for names in NEEDS for name in names.split() if self._shared[name] is not None]
+        given = {name: rules for name, (_, _, rules, _) in OPTIONS.items() if rules and self._shared[name] is not None}
         if not given:
             return
-        rules = set(re.findall(r"\brule=([a-z-]+)", self._shared["overrides"] or ""))
-        rules.update(map(self._rule, self.param_groups))
-        for names, readers in NEEDS.items():
-            for name in names.split():
-                if name in given and not rules & set(readers.split()):
-                    warnings.warn(f"{name} changes nothing without rule {' or '.join(readers.split())}, and the "
-                                  f"optimizer has {', '.join(sorted(rules))}; leave {name} out, or give such a rule")
+        rules = set(re.findall(r"\brule=([a-z0-9-]+)", self._shared["overrides"] or ""))
+        rules.update(rule for rule, _ in map(self._rule, self.param_groups))
+        for name, readers in given.items():
+            if not rules & set(readers):
+                warnings.warn(f"{name} changes nothing without rule {' or '.join(readers)}, and the optimizer has "
+                              f"{', '.join(sorted(rules))}; leave {name} out, or give such a rule")
 
     def _index(self):
         self._flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
@@ -326,8 +303,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _add_part(self, params, grads, element=None):
         group = self.param_groups[self._group_of[params[0]]]
-        part = Part(self, params, self._settings_of(group, params), grads, self._end if element is None else element,
-                    self._ignores_eps(group, params))
+        part = Part(self, params, self._settings_of(group, params), grads, self._end if element is None else element)
         self._place(part)
         self._parts.append(part)
         self._end, self._idle = max(self._end, part.handle.place(len(params)).element), None

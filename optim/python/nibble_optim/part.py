@@ -136,14 +136,14 @@ def _layout_of(tensors):
 class Part:
     """Holds parameters of one type, device and formats: an optimizer of the library, and the memory of its states."""
 
-    def __init__(self, owner, params, settings, grads, element, ignores_eps):
+    def __init__(self, owner, params, settings, grads, element):
         first = params[0]
         self.params, self.grads = params, grads
         if first.device.type not in ("cpu", "cuda"):
             raise ValueError(f"a parameter on {first.device} was found; the optimizer takes the CPU and NVIDIA GPUs")
         self.locals = [_local(p) for p in params]
         self.device, self.gpu = first.device, first.device.type == "cuda"
-        self.turned, self.no_eps = [owner._is_turned(p) for p in params], 1e-8 if ignores_eps else 0.0
+        self.turned = [owner._is_turned(p) for p in params]
         self.lr_factor, self.compat_answer = owner._lr_factor, owner._answer
         self.kinds = [p.shape if owner._factors_lr else None for p in params]  # parameters that share lr's factor
         # The library works on a copy of a parameter that does not lie row by row.
@@ -497,8 +497,7 @@ class Part:
         if self.kinds[tensor] is not None:
             factor, decays = self.lr_factor(self.params[tensor], age)
             lr, decay = lr * factor, decay * decays
-        return (float(lr), decay, float(beta1), float(beta2), float(group["eps"]) or self.no_eps,
-                age, lr_at)
+        return float(lr), decay, float(beta1), float(beta2), float(group["eps"]), age, lr_at
 
     def catch_up(self):
         """Counts the steps of replayed graphs for the parameters of the capture."""
