@@ -251,7 +251,9 @@ void fp8_cast_once(const Device* dev, const Operand<X>* o, const X* pre_gelu, G*
     if constexpr (std::is_same_v<X, bf16>) {
         assert(N % 16 == 0 && C % 8 == 0);
         const Fp8* f = o->fp8;
-        Fp8Cast k = {o->rows, o->columns, o->values, pre_gelu, dbias ? scratch : nullptr};
+        Fp8Cast k = {};
+        k.rows = o->rows, k.columns = o->columns, k.inp = o->values, k.pre_gelu = pre_gelu;
+        k.partial = dbias ? scratch : nullptr;
         k.scale = f->scale + o->slot, k.amax = f->amax + o->slot, k.overflow_count = f->amax + f->slots;
         k.N = N, k.C = C, k.e5m2 = o->type == FP8_E5M2;
         const auto kernel = o->op == FP8_COPY   ? fp8_cast_kernel<FP8_COPY>

@@ -69,8 +69,9 @@ void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const u
     l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot, FP8_E4M3, FP8_COPY, made};
     l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, f, slot + FP8_WEIGHT};
     if (codes) l->weight.made = FP8_BY_ROWS;
-    const Fp8Type type = f ? f->gradients : FP8_E4M3;
-    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT, type, FP8_COPY, dmade};
+    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT};
+    l->dout.made = dmade;
+    if (f) l->dout.type = f->gradients;
 }
 
 // Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
