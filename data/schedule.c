@@ -129,6 +129,8 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
     if (o->val_tokens == OPTION_AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == OPTION_AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->of_rule.ramp == OPTION_AUTO) o->of_rule.ramp = o->steps;
+    if (o->of_rule.momentum_warmup == OPTION_AUTO)
+        o->of_rule.momentum_warmup = (long long)least((double)o->steps / 4, 300);
     const bool muon = is_muon(o);
     const bool adam = text_among(o->rule, "adamw|adam|nadamw|ademamix|muon", '|');
     const double N = (double)o->steps, B = (double)o->tokens_per_step, D = N > 0 ? N * B : B;
