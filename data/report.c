@@ -67,8 +67,10 @@ void report_optim(RunFolder* run, const char* optimizer) {
                 "--beta2 0.95, or a v such as udyn8 or lin4/64\n",
                 o->of_rule.beta2);
     }
-    run_say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g, beta2 %g\n", o->lr,
-            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->of_rule.weight_decay, o->of_rule.beta2);
+    const long long rise = o->of_rule.momentum_warmup;
+    run_say(run, " schedule lr %g, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g, beta2 %g%s\n", o->lr,
+            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->of_rule.weight_decay, o->of_rule.beta2,
+            rise > 0 ? text_kept(", momentum from 0.85 in %lld steps", rise) : "");
 }
 
 void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t parameters, int64_t available) {

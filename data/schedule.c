@@ -129,8 +129,6 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
     if (o->val_tokens == OPTION_AUTO) o->val_tokens = gpu ? 655360 : 10240;
     if (o->sample_every == OPTION_AUTO) o->sample_every = o->steps > 0 ? o->steps : 1;
     if (o->of_rule.ramp == OPTION_AUTO) o->of_rule.ramp = o->steps;
-    if (o->of_rule.momentum_warmup == OPTION_AUTO)
-        o->of_rule.momentum_warmup = (long long)least((double)o->steps / 4, 300);
     const bool muon = is_muon(o);
     const bool adam = text_among(o->rule, "adamw|adam|nadamw|ademamix|muon", '|');
     const double N = (double)o->steps, B = (double)o->tokens_per_step, D = N > 0 ? N * B : B;
@@ -138,6 +136,7 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
         const double adamw = least(0.0018 * 768 / (double)o->channels * sqrt(B / suited(D)), 0.003);
         o->lr = two_digits(adamw * rate / (trained ? 30 : 1));
     }
+    if (o->of_rule.momentum_warmup == OPTION_AUTO) o->of_rule.momentum_warmup = muon ? (long long)least(N / 4, 300) : 0;
     if (o->warmup == OPTION_AUTO) {
         const double usual = muon ? 40 : between(60, floor(N / 20), 700);
         o->warmup = (long long)least(usual, floor(0.75 * N));

@@ -6,6 +6,7 @@
 Optimizers are PEERS and presets of nibble_optim; a missing package's row says so. Weights are fp32 for torch and bnb8,
 else bf16; products are bf16. The last twentieth of the text validates. State bytes are what the first step leaves (the
 CPU counts tensors alone), milliseconds are medians."""
+import gc
 import json
 import sys
 import time
@@ -73,7 +74,8 @@ def tuned(name, make_model, loss, lambada, a, device):
     gpu, times, warm = device == "cuda", [], max(a.steps // 10, 1)
     wait, allocated = (torch.cuda.synchronize, torch.cuda.memory_allocated) if gpu else (lambda: None, lambda: 0)
     if gpu:
-        torch.cuda.reset_peak_memory_stats()
+        gc.collect()  # the model of the row before is in a cycle
+        torch.cuda.empty_cache(), torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(1)
     loss, lambada = map(torch.autocast(device, BF16), (loss, torch.no_grad()(lambada)))
     model = make_model().to(device, dtype)

@@ -80,6 +80,8 @@ TEST(learning_rate_auto) {
                                                        : 524288),
                "%lld", run.tokens_per_step);
         defaults_choose(&run, rate, false, true, 0);
+        const long long rise = strcmp(rule, "muon") == 0 ? std::min(steps / 4, 300ll) : 0;
+        expect(run.of_rule.momentum_warmup == rise, "%s, %lld steps: %lld", rule, steps, run.of_rule.momentum_warmup);
         expect(run.lr == lr && run.warmup == warmup && run.of_rule.weight_decay == decay &&
                    fabs(run.of_rule.beta2 - beta2) < 1e-9,
                "%s, %lld steps: %g %lld %g %g", rule, steps, run.lr, run.warmup, run.of_rule.weight_decay,
