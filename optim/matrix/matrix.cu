@@ -250,7 +250,7 @@ static void rows_cpu(const OptimConfig* config, const Matrix* m, float* u, const
         float* row = u + i * m->cols;
         const float mean = (float)(sum_of_squares(row, m->cols) / m->cols);
         next[m->row + i] = canonical(exact_fma(one_minus_beta2, exact_add(mean, -now[m->row + i]), now[m->row + i]));
-        const float factor = 1.0f / (sqrtf(next[m->row + i]) + config->eps);
+        const float factor = 1.0f / (sqrtf(next[m->row + i]) + (float)config->eps);
         for (int64_t j = 0; j < m->cols; j++) row[j] *= factor;
     }
 }
