@@ -33,7 +33,8 @@ C_LINKAGE_BEGIN
         "steps until beta3 and alpha are reached; auto: all")                                                          \
     ROW(REAL, momentum, 0.95, "momentum", "0.95", 0, 0.999999, "F", OF_MOMENTUM, "decay of m")                         \
     ROW(INT, momentum_warmup, 0, "momentum-warmup", "auto", 0, 1e9, "N", OF_MOMENTUM,                                  \
-        "steps in which the momentum rises from 0.85; auto: muon, normuon: a quarter of the run, at most 300")         \
+        "steps in which the momentum rises from 0.85; auto: muon, normuon with 32k tokens a step or more: a quarter "  \
+        "of the run, at most 300")                                                                                     \
     ROW(SWITCH, nesterov, true, "nesterov", "on", 0, 0, "on|off", OF_MOMENTUM, "step by m and gradient; off: m alone") \
     ROW(INT, ns_steps, 5, "ns-steps", "5", 1, 100, "N", "rule=muon|normuon", "steps of Newton-Schulz")                 \
     ROW(CHOICE, ns_coefficients, "jordan", "ns-coefficients", "jordan", 0, 0, "jordan|polar-express",                  \

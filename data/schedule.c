@@ -136,7 +136,9 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
         const double adamw = least(0.0018 * 768 / (double)o->channels * sqrt(B / suited(D)), 0.003);
         o->lr = two_digits(adamw * rate / (trained ? 30 : 1));
     }
-    if (o->of_rule.momentum_warmup == OPTION_AUTO) o->of_rule.momentum_warmup = muon ? (long long)least(N / 4, 300) : 0;
+    if (o->of_rule.momentum_warmup == OPTION_AUTO) {
+        o->of_rule.momentum_warmup = muon && B >= 32768 ? (long long)least(N / 4, 300) : 0;
+    }
     if (o->warmup == OPTION_AUTO) {
         const double usual = muon ? 40 : between(60, floor(N / 20), 700);
         o->warmup = (long long)least(usual, floor(0.75 * N));
