@@ -56,7 +56,9 @@ TEST(launch_environment) {
     const std::tuple<const char*, const char*, int> wrong[] = {
         {"WORLD_SIZE=4 RANK=2", "RANK ('2'), WORLD_SIZE ('4') and LOCAL_RANK ('')", 1},
         {TORCHRUN, "leave --gpus out", 4},
-        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "RANK ('8'), WORLD_SIZE ('8')", 1},
+        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
+        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=0 " SLURM "SLURM_STEP_NODELIST=a", "rank 8 of 8 is impossible", 1},
+        {"RANK=0 WORLD_SIZE=1025 LOCAL_RANK=0 MASTER_ADDR=gpu1", "and are at most 1024", 1},
         {"RANK=3", "WORLD_SIZE ('')", 1},
         {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE ('0')", 1},
         {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE ('four')", 1},
