@@ -52,7 +52,7 @@ static void rank_begin(Rank* rank, const Launch& launch, int limit) {
             _exit(2);
         }
         for (int i = 0; i < 3; i++) launch_any(&own, false);
-        launch_leave(&own);
+        launch_leave(&own, 0);
     });
 }
 
@@ -273,6 +273,27 @@ TEST(doors_many_ranks) {
     rank_end(&rank);
     expect_calm(test, "many", &rank, 1, "has ended without a word", 1);
     note(test, "%d ranks, %.2f s", RANKS, rank.took);
+}
+
+// A rank that launch_fork has made closes its sockets seconds before a signal ends it, as one that has memory of a GPU:
+// rank 0 says which signal it was, though its own message fails at once.
+TEST(doors_rank_ends_late) {
+    const Ended its = run_apart([] {
+        Launch launch;
+        setenv("NIBBLE_SILENCE", "10", 1);
+        if (!launch_fork(&launch, 3, error)) _exit(3);
+        if (launch.rank == 1) {
+            int made[CHANNELS];
+            for (int channel : {MESSAGES, BEATS}) made[channel] = door_greet(launch, door_hello(1, channel));
+            for (int one : made) close(one);
+            pause_ms(4000);
+            raise(SIGKILL);
+        }
+        if (!launch_join(&launch, 20, error)) _exit(4);
+    });
+    expect(its.code == 128 + SIGKILL && strstr(its.text, "rank 1 on ") && strstr(its.text, "been ended by signal 9") &&
+               !strstr(its.text, "rank 0"),
+           "code %d: %s", its.code, its.text);
 }
 
 // The deadline holds while strangers send a byte from time to time.

@@ -1,5 +1,6 @@
 // How runs of several ranks end, from the command line (multi.cu): dead and stopped ranks, signals, bad data and faults
 // that one rank alone finds.
+#include "apart.h"
 #include "multi.h"
 
 // Starts `count` ranks that would train for long, and waits for their fifth step.
@@ -49,6 +50,27 @@ GPUS_TEST(multi_dead_ranks_gpu) {
     check_death(test, "killed", ranks - 1, SIGKILL, 137, last, "been ended by signal 9", true, ranks);
     check_death(test, "first_killed", 0, SIGKILL, 137, "", "", true, ranks);
     check_death(test, "stopped", ranks - 1, SIGSTOP, 1, last, "has been silent for 5 s", true, ranks);
+}
+
+// A process that becomes ./train may have a child that has ended, which is no rank.
+TEST(multi_stranger_child) {
+    const char* work = work_folder();
+    const Ended its = run_apart([work] {
+        const Child child = {};
+        const int out[2] = {-1, 2};  // all goes to standard error
+        char* words[64] = {nullptr};
+        int count = 1;
+        siginfo_t ended;
+        const pid_t stranger = fork();
+        if (stranger == 0) _exit(0);
+        waitid(P_PID, (id_t)stranger, &ended, WEXITED | WNOWAIT);
+        setenv("NIBBLE_STAND_IN", "1", 1);
+        const char* line = formatted(SEVERAL " --batch 1 --tokens-per-step 48 --steps 3 --gpus 3 --device cpu", work,
+                                     joined(work, "run"));
+        for (char* word = strtok(strdup(line), " "); word; word = strtok(nullptr, " ")) words[count++] = word;
+        become_train(&child, out, out, words);
+    });
+    expect_ended(test, its, 0, {"done "});
 }
 
 // One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.

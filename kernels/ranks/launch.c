@@ -127,7 +127,9 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
 bool launch_fork(Launch* launch, int gpus, char* error) {
     // The ranks inherit the secret in memory, not in the environment.
     *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1", .has_secret = true};
-    launch->forked = true;
+    signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a rank has ended
+    int* forked = memory_zero((size_t)gpus, sizeof(int));
+    launch->forked = forked;
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
     }
@@ -135,11 +137,11 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     const pid_t first = getpid();
     fflush(NULL);
     for (int rank = 1; rank < gpus; rank++) {
-        const pid_t process = fork();
+        forked[rank] = fork();
         // Ranks that have been made end with this process.
-        if (process < 0)
+        if (forked[rank] < 0)
             return data_error(error, "--gpus %d: rank %d cannot be started: %s", gpus, rank, strerror(errno));
-        if (process > 0) continue;
+        if (forked[rank] > 0) continue;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != first) _exit(1);
         signals_quiet(), close(launch->listener);
