@@ -1400,7 +1400,6 @@ int main(int argc, char** argv) {
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
     const int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
-    launch_leave(&launch);
-    return code;
+    return launch_leave(&launch, code);
 }
 #endif

@@ -56,7 +56,9 @@ TEST(launch_environment) {
     const std::tuple<const char*, const char*, int> wrong[] = {
         {"WORLD_SIZE=4 RANK=2", "RANK ('2'), WORLD_SIZE ('4') and LOCAL_RANK ('')", 1},
         {TORCHRUN, "leave --gpus out", 4},
-        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "RANK ('8'), WORLD_SIZE ('8')", 1},
+        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
+        {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=0 " SLURM "SLURM_STEP_NODELIST=a", "rank 8 of 8 is impossible", 1},
+        {"RANK=0 WORLD_SIZE=1025 LOCAL_RANK=0 MASTER_ADDR=gpu1", "and are at most 1024", 1},
         {"RANK=3", "WORLD_SIZE ('')", 1},
         {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE ('0')", 1},
         {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE ('four')", 1},
@@ -136,4 +138,38 @@ TEST(launch_rests) {
         launch_any(l, false);
     };
     expect_ended(test, run_ranks(3, rests), 0);
+}
+
+// A rank that ends before it comes is named, and how it ended.
+TEST(launch_ends_early) {
+    for (int how : {0, 7, SIGKILL}) {
+        const Ended its = run_apart([how] {
+            Launch launch;
+            signal(SIGCHLD, SIG_IGN);  // as a careless parent leaves it
+            if (!launch_fork(&launch, 4, error)) _exit(3);
+            if (launch.rank == 2 && how == SIGKILL) raise(SIGKILL);
+            if (launch.rank == 2) _exit(how);
+            if (!launch_join(&launch, 20, error)) user_error("%s", error);
+        });
+        const char* says = formatted(how == SIGKILL ? ") has been ended by signal %d (Killed) before it came\n"
+                                                    : ") has ended with exit code %d before it came\n",
+                                     how);
+        expect_ended(test, its, 2, {"train: error: rank 2 (process ", says});
+    }
+}
+
+// What goes wrong on a rank behind launch_leave is not lost; the code of a stop is the same on all.
+TEST(launch_leaves) {
+    const int cases[][4] = {{0, 0, 0, 0}, {0, 5, 6, 5}, {0, 0, 137, 137}, {143, 143, 143, 143}, {143, 143, 134, 134}};
+    for (const auto& [first, second, third, want] : cases) {
+        const int codes[3] = {first, second, third};
+        const Ended its = run_apart([&codes] {
+            Launch launch;
+            if (!launch_fork(&launch, 3, error) || !launch_join(&launch, 20, error)) _exit(3);
+            const int code = launch_leave(&launch, codes[0]);
+            if (launch.rank > 0 && codes[launch.rank] == 137) raise(SIGKILL);
+            _exit(launch.rank > 0 ? codes[launch.rank] : code);
+        });
+        expect_ended(test, its, want);
+    }
 }

@@ -106,7 +106,7 @@ inline int ranks_of(const Child* child, pid_t* ranks, int most) {
     return count;
 }
 
-// Waits until none of these processes runs, be it a zombie. Returns whether that came true.
+// Waits until each has ended; a zombie counts as ended. Returns whether that came true.
 inline bool gone(const pid_t* ranks, int count, double seconds = 5) {
     return comes_true(seconds, 100, [=] {
         int left = 0;

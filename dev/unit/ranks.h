@@ -22,7 +22,7 @@ inline Ended run_ranks(int ranks, void (*rank_main)(Launch*)) {
             _exit(3);
         }
         rank_main(&launch);
-        launch_leave(&launch);
+        _exit(launch_leave(&launch, 0));
     });
 }
 

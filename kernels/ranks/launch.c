@@ -54,7 +54,7 @@ static const struct {
 };
 enum { TORCHRUN, OPEN_MPI, SLURM, MPICH, LAUNCHER_COUNT };
 
-// Reads row i. False if it is impossible or incomplete, as in Slurm's batch script, which is one process and no step.
+// Reads row i. False if it is incomplete, as in Slurm's batch script, which is one process and no step.
 static bool read_rank(Launch* launch, int i) {
     *launch = (Launch){.source = LAUNCHERS[i].source, .rank = variable(LAUNCHERS[i].rank)};
     launch->world = variable(LAUNCHERS[i].world), launch->local_rank = variable(LAUNCHERS[i].local_rank);
@@ -62,8 +62,8 @@ static bool read_rank(Launch* launch, int i) {
     if (i == SLURM && variable("SLURM_STEP_NUM_NODES") == 1) launch->local_world = launch->world;
     snprintf(launch->job, sizeof(launch->job), "%s %.60s %.40s", LAUNCHERS[i].rank, text_variable(LAUNCHERS[i].job),
              text_variable(LAUNCHERS[i].job_part));
-    return launch->rank >= 0 && launch->rank < launch->world && launch->world <= MOST_RANKS &&
-           launch->local_rank >= 0 && (i != SLURM || variable("SLURM_STEP_ID") >= 0);
+    return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0 &&
+           (i != SLURM || variable("SLURM_STEP_ID") >= 0);
 }
 
 // Finds where rank 0 listens, for row i. Without MASTER_PORT the port follows from the job.
@@ -93,9 +93,13 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         const char* names[3] = {LAUNCHERS[half].rank, LAUNCHERS[half].world, LAUNCHERS[half].local_rank};
         return data_error(error,
                           "a launcher has made several processes, but %s ('%s'), %s ('%s') and %s ('%s') do not say "
-                          "who this one is, of %d at most; set them, or unset all of them and type --gpus N",
+                          "who this one is; set them, or unset all of them and type --gpus N",
                           names[0], text_variable(names[0]), names[1], text_variable(names[1]), names[2],
-                          text_variable(names[2]), MOST_RANKS);
+                          text_variable(names[2]));
+    }
+    if (i < LAUNCHER_COUNT && (launch->rank >= launch->world || launch->world > MOST_RANKS)) {
+        return data_error(error, "%s: rank %d of %d is impossible; ranks count from 0, and are at most %d",
+                          launch->source, launch->rank, launch->world, MOST_RANKS);
     }
     if (i == LAUNCHER_COUNT || launch->world == 1) {
         *launch = (Launch){.world = 1, .source = ""};
@@ -123,7 +127,9 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
 bool launch_fork(Launch* launch, int gpus, char* error) {
     // The ranks inherit the secret in memory, not in the environment.
     *launch = (Launch){.world = gpus, .local_world = gpus, .source = "--gpus", .host = "127.0.0.1", .has_secret = true};
-    launch->forked = true;
+    signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a rank has ended
+    int* forked = memory_zero((size_t)gpus, sizeof(int));
+    launch->forked = forked;
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
     }
@@ -131,11 +137,11 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     const pid_t first = getpid();
     fflush(NULL);
     for (int rank = 1; rank < gpus; rank++) {
-        const pid_t process = fork();
+        forked[rank] = fork();
         // Ranks that have been made end with this process.
-        if (process < 0)
+        if (forked[rank] < 0)
             return data_error(error, "--gpus %d: rank %d cannot be started: %s", gpus, rank, strerror(errno));
-        if (process > 0) continue;
+        if (forked[rank] > 0) continue;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != first) _exit(1);
         signals_quiet(), close(launch->listener);

@@ -8,7 +8,8 @@
 // through comm.cuh.
 //
 // If a rank ends, crashes, is stopped, loses its machine or hangs (watchdog_arm), all ranks end with one sentence that
-// names it, within SILENCE_SECONDS or the rank's patience, and a few seconds more.
+// names it, within SILENCE_SECONDS or the rank's patience, and a few seconds more. If a signal ends rank 0 of --gpus,
+// no rank says so: the shell does.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -21,7 +22,7 @@ typedef struct {
     int rank, world;              // 0 of 1: alone
     int local_rank, local_world;  // on this machine; local_world below 1: unknown
     const char* source;           // who started the ranks, for the banner; "" alone
-    bool forked;                  // by launch_fork
+    const int* forked;            // (world) the processes that launch_fork has made, by rank; NULL: it has made none
     char host[256];               // where rank 0 listens
     int port;
     int listener;  // rank 0's socket; 0: none yet
@@ -54,8 +55,9 @@ bool launch_any(const Launch* launch, bool flag);  // true if any rank's flag is
 void watchdog_arm(const Launch* launch, const char* what, double patience);
 void watchdog_disarm(const Launch* launch);
 
-// Every rank calls this last.
-void launch_leave(const Launch* launch);
+// Every rank calls this last, with its exit code. Returns that, or the first code other than it and 0 with which a rank
+// that launch_fork has made ended.
+int launch_leave(const Launch* launch, int code);
 
 // Finds the first host of Slurm's list: gpu003 of "gpu[003-007,9],login". False when it cannot be read.
 bool launch_first_host(const char* list, char* host, size_t bytes);

@@ -207,11 +207,23 @@ static bool handshake(const Launch* launch, const Hello* own, int socket, double
     return true;
 }
 
+// Returns the exit code of rank r, which launch_fork has made, as a shell gives it, and says how the rank has ended.
+// The system tells it once: -1 before the end, and after the first answer.
+static int ended_code(int r, int options, char how[128]) {
+    siginfo_t its = {0};
+    waitid(P_PID, (id_t)watch.launch.forked[r], &its, WEXITED | options);
+    if (its.si_pid == 0) return -1;
+    const bool exited = its.si_code == CLD_EXITED;
+    snprintf(how, 128, "been ended by signal %d (%s)", its.si_status, strsignal(its.si_status));
+    if (exited) snprintf(how, 128, "ended with exit code %d", its.si_status);
+    return exited ? its.si_status : 128 + its.si_status;
+}
+
 static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
     const double began = seconds_now(), deadline = began + (double)limit;
     int missing = (launch->world - 1) * CHANNELS, listed = 0;
     const char* list = "";
-    siginfo_t ended = {0};  // a rank that launch_fork has made
+    char how[128];
     Hello own;
     if (launch->listener <= 0 && !rendezvous_listen(launch, error)) return false;
     if (!launch->has_secret) {
@@ -220,8 +232,11 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
                 "the same random text on all ranks (openssl rand -hex 16 makes one)\n",
                 launch->host, launch->port);
     }
-    while (missing > 0 && ended.si_pid == 0 && seconds_now() < deadline) {
-        if (launch->forked) waitid(P_ALL, 0, &ended, WEXITED | WNOHANG | WNOWAIT);
+    while (missing > 0 && seconds_now() < deadline) {
+        for (int r = 1; r < launch->world && launch->forked; r++) {
+            if (watch.peers[r].socket[BEATS] < 0 && ended_code(r, WNOHANG, how) >= 0)
+                return data_error(error, "rank %d (process %d) has %s before it came", r, launch->forked[r], how);
+        }
         struct pollfd waits = {launch->listener, POLLIN, 0};
         if (poll(&waits, 1, 100) <= 0) continue;
         const int one = accept4(launch->listener, NULL, NULL, SOCK_CLOEXEC);
@@ -235,7 +250,6 @@ static bool gather_ranks(Launch* launch, int64_t limit, char* error) {
     }
     close(launch->listener);
     launch->listener = 0;
-    if (ended.si_pid != 0) sleep_ms(500);  // if it had come, the watch says how it has ended
     for (int r = 1; r < launch->world; r++) {
         if (watch.peers[r].socket[BEATS] < 0 && ++listed <= 16)
             list = text_kept("%s%s%d", list, listed > 1 ? ", " : "", r);
@@ -302,27 +316,27 @@ void launch_failed(int code, const char* text) {
     const char* prefix = "train: error: ";
     char named[DATA_ERROR_BYTES + 256];
     if (!watch.begun || watch.leaves) return;
-    if (watch.launch.rank == 0) end_all(code, text);
+    // If the watch has lost a rank, it has the lock, says so and ends this process.
+    if (watch.launch.rank == 0) pthread_mutex_lock(&lock), end_all(code, text);
     sleep_ms(1000);  // if all ranks make the same mistake, rank 0 prints it and ends this process meanwhile
     const bool is_error = strncmp(text, prefix, strlen(prefix)) == 0;
     snprintf(named, sizeof(named), "%srank %d: %s", prefix, watch.launch.rank, text + (is_error ? strlen(prefix) : 0));
     end_all(code, named);
 }
 
-// `silence`: the seconds without a beat, or 0 for a connection that has ended.
+// `silence`: the seconds without a beat, or 0 for a connection that has ended. The caller has the lock.
 __attribute__((noreturn)) static void peer_lost(int r, int silence) {
     const Launch* launch = &watch.launch;
     const Hello* its = &watch.peers[r].hello;
     char how[128] = "ended without a word", text[512];
-    int status = 0, code = 1;
+    int code = 1;
     if (silence > 0) {
         snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
     } else if (launch->forked && r > 0) {
-        for (int i = 0; i < 100 && waitpid(its->pid, &status, WNOHANG) == 0; i++)
-            sleep_ms(20);  // its sockets end first
-        const int number = WTERMSIG(status);
-        code = WIFSIGNALED(status) ? 128 + number : WEXITSTATUS(status);
-        if (WIFSIGNALED(status)) snprintf(how, sizeof(how), "been ended by signal %d (%s)", number, strsignal(number));
+        // Its sockets end first, and the memory of a GPU may take long. Meanwhile the others must hear this rank.
+        const double until = seconds_now() + watch.silence;
+        while ((code = ended_code(r, WNOHANG, how)) < 0 && seconds_now() < until)
+            send_beats(&watch.peers[0].beat), sleep_ms(50);
     }
     snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) has %s; all ranks stop\n", r, its->host,
              its->pid, how);
@@ -414,7 +428,8 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 static void pass_bytes(int r, const void* given, void* taken, int64_t count) {
     const int socket = watch.peers[r].socket[MESSAGES];
     if (given ? send_all(socket, given, (size_t)count) : receive_by(socket, taken, (size_t)count, INFINITY)) return;
-    sleep_ms(2000);
+    sleep_ms(2000);             // the watch may have to hear why
+    pthread_mutex_lock(&lock);  // and ends this process if it has lost the rank itself
     peer_lost(r, 0);
 }
 
@@ -462,13 +477,18 @@ void watchdog_disarm(const Launch* launch) {
     watchdog_arm(launch, "", 0);
 }
 
-void launch_leave(const Launch* launch) {
-    if (!watch.begun) return;
+int launch_leave(const Launch* launch, int code) {
+    if (!watch.begun) return code;
+    int first = code;
+    char how[128];
     watchdog_disarm(launch);
     pthread_mutex_lock(&lock);
     watch.leaves = true;
     pthread_mutex_unlock(&lock);
     launch_any(launch, false);  // no rank ends before all have come here
-    for (int r = 1; r < launch->world && launch->forked && launch->rank == 0; r++)
-        waitpid(watch.peers[r].hello.pid, NULL, 0);
+    for (int r = 1; r < launch->world && launch->forked && launch->rank == 0; r++) {
+        const int its = ended_code(r, 0, how);
+        if (first == code && its > 0) first = its;
+    }
+    return first;
 }
