@@ -309,11 +309,12 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     char path[RUN_PATH_BYTES + 32];
     if (strcmp(model, "auto") == 0 || gpt2_named(model)) {
         if (!needed) return "";
+        const char* there = folder_exists(model) ? text_kept("; ./%s names the folder, not the shape", model) : "";
         data_error(error,
                    "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a "
-                   "checkpoint is one; ./%s is one that has the name of a built-in shape); for samples and scores on "
-                   "the way of a run, type --sample-every N and --eval-every N",
-                   model);
+                   "checkpoint is one%s); for samples and scores on the way of a run, type --sample-every N and "
+                   "--eval-every N",
+                   there);
         return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;

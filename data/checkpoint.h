@@ -61,7 +61,7 @@ typedef struct {
 // What a checkpoint holds beside its arrays.
 typedef struct {
     const RunState* state;
-    const Options *options, *asked;  // of the run; before options were derived
+    const Options *options, *asked;  // the run's; as typed or resumed
     const char* formats;             // JSON: how the optimizer stores weights and states
     Gpt2Shape shape;
     const Json* config;  // config.json of the model that the run began with, or NULL

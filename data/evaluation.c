@@ -56,13 +56,16 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
 
 // Takes the parts of the file. Returns NULL, or what is wrong with it.
 static const char* evaluation_parse(Evaluation* e, int64_t bytes, const Tokenizer* tokenizer) {
-    static const char wrong[] = "is no whole evaluation file of version 1";
+    static const char wrong[] = "is no whole evaluation file";
     Header header = {0};
     memcpy(&header, e->file, bytes < HEADER_BYTES ? (size_t)bytes : HEADER_BYTES);
     const uint64_t max = (uint64_t)bytes;
+    const bool named = memcmp(header.magic, "nib-eval", 8) == 0;
+    if (named && header.version != VERSION)
+        return text_kept("is of version %u and this program reads %d", header.version, VERSION);
     const bool fits =
-        memcmp(header.magic, "nib-eval", 8) == 0 && header.version == VERSION && header.kind <= 1 &&
-        header.examples > 0 && header.examples <= max && header.rows <= max && header.tokens <= max &&
+        named && header.kind <= 1 && header.examples > 0 && header.examples <= max && header.rows <= max &&
+        header.tokens <= max &&
         HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == max;
     if (!fits) return wrong;
     const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);

@@ -38,7 +38,7 @@ typedef struct DatasetFile {
     int64_t begin;   // where its tokens begin, in bytes
     int64_t first;   // where the part that was opened begins, in tokens
     int64_t tokens;  // of that part
-    int64_t share;   // of all its tokens those that are validation data, at its end
+    int64_t share;   // tokens at the end of the file that are validation data
     int width;       // bytes of a token
 } DatasetFile;
 

@@ -46,7 +46,7 @@ static bool choice_fits(const Option* option, const char* text, char* error) {
 bool option_fits(const Option* option, const void* values, char* error) {
     const void* field = (const char*)values + option->offset;
     if (option->type == OPTION_CHOICE) return choice_fits(option, *(const char* const*)field, error);
-    if ((option->type != OPTION_INT && option->type != OPTION_REAL) || option_is_auto(option, values)) return true;
+    if (option->type != OPTION_INT && option->type != OPTION_REAL) return true;
     const double number = option->type == OPTION_INT ? (double)*(const long long*)field : *(const double*)field;
     return number_fits(option, number, NULL, error);
 }

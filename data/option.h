@@ -4,7 +4,7 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; of --keep best
+#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it; --keep best has it too
 
 // Values are, in order: long long, double, const char*, one of `values`, bool, bool and long long. A SWITCH is typed on
 // or off; a FLAG is true if its name was typed.
@@ -32,7 +32,7 @@ typedef struct {
 
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* values, const char* text, char* error);
-// Refuses a number that is out of range and not auto, and a text that is none of the choices.
+// Refuses a number that is out of range, as `auto` is, and a text that is none of the choices.
 bool option_fits(const Option* option, const void* values, char* error);
 // Returns true if a number is `auto` (or best).
 bool option_is_auto(const Option* option, const void* values);

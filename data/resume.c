@@ -29,7 +29,9 @@ static const char* shown(const Option* option, const char* text) {
 bool resume_options(Resume* resume, char* error) {
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
-        const char *name = option->name, *text = json_string(resume->saved, name, NULL);
+        const char* name = option->name;
+        // Checkpoints without --momentum-warmup are of runs whose momentum did not rise.
+        const char* text = json_string(resume->saved, name, strcmp(name, "momentum-warmup") == 0 ? "0" : NULL);
         const bool file = text_among(name, "prompt-file eval eval-out", ' ');
         if (text && *text && file && !resume->options->given[i]) {
             text_add(&resume->changed, " --%s none (was %s)", name, text);
@@ -90,9 +92,10 @@ static bool take_newest(Resume* resume, const char* named, bool automatic, char*
     if (!resume->state) resume->from[0] = 0;
     return resume->state || (automatic && count == 0) ||
            data_error(error,
-                      "--resume %s: %s holds no whole checkpoint (step_*), and %d are damaged; give a run folder that "
-                      "does, or begin anew without --resume, in another --run",
-                      resume->options->resume, named, count);
+                      "--resume %s: %s holds no whole checkpoint (step_*), and %d are damaged; %sgive a run folder "
+                      "that does, or begin anew without --resume, in another --run",
+                      resume->options->resume, named, count,
+                      count ? "" : text_kept("type --resume auto --run %s to begin it anew, ", shell_word(named)));
 }
 
 // Refuses the folder of another run and, if the user named the checkpoint itself, of one that has newer ones. Others

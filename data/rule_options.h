@@ -16,22 +16,23 @@ C_LINKAGE_BEGIN
 //     low, high      range of a number
 //     needs          "rule=" and the rules that read the option, which is refused beside others; "": any may
 #define RULE_OPTIONS(ROW)                                                                                              \
-    ROW(REAL, beta1, 0.9, "beta1", "0.9", 0, 0.999999, "F", "", "decay of m")                                          \
-    ROW(REAL, beta2, 0.95, "beta2", "auto", 0, 0.999999, "F", "",                                                      \
+    ROW(REAL, beta1, 0.9, "beta1", "0.9", 0, 0.99999995, "F", "", "decay of m")                                        \
+    ROW(REAL, beta2, 0.95, "beta2", "auto", 0, 0.99999995, "F", "",                                                    \
         "decay of v; auto: it halves in 10M tokens, or a twentieth of the run; 0.95 where v is not adamw's or has "    \
         "@dq8")                                                                                                        \
     ROW(REAL, eps, 1e-8, "eps", "1e-8", 0, 1, "F", "", "added to the root of v")                                       \
-    ROW(REAL, weight_decay, 0.1, "weight-decay", "auto", 0, 100, "F", "",                                              \
+    ROW(REAL, weight_decay, 0.1, "weight-decay", "auto", 0, 1e38, "F", "",                                             \
         "of matrices and embeddings; auto: 0.1; muon, normuon: 4 / (steps x lr), from 0.05 to 0.4")                    \
     ROW(CHOICE, decay_mode, "coupled", "decay-mode", "coupled", 0, 0, "coupled|independent|falling|cautious", "",      \
-        "decay lr x F; F x lr / --lr; lr x F x lr / --lr; that, of matrices whose update goes the same way")           \
-    ROW(REAL, beta3, 0.9999, "beta3", "auto", 0, 0.9999999, "F", "rule=ademamix|came|came8bit",                        \
+        "coupled: lr x F; independent: F x lr / --lr; falling: lr x F x lr / --lr; cautious: that, but not where "     \
+        "an update moves a matrix's weight away from 0")                                                               \
+    ROW(REAL, beta3, 0.9999, "beta3", "auto", 0, 0.99999995, "F", "rule=ademamix|came|came8bit",                       \
         "decay of ademamix's slow average; auto: it remembers a third of the run, at most 10000 steps; of came's "     \
         "confidence; auto: 1 - (1 - beta2) / 10")                                                                      \
-    ROW(REAL, alpha, 5, "alpha", "2", 0, 1000, "F", "rule=ademamix", "weight of the slow average")                     \
+    ROW(REAL, alpha, 5, "alpha", "2", 0, 1e38, "F", "rule=ademamix", "weight of the slow average")                     \
     ROW(INT, ramp, 0, "ramp", "auto", 0, 1e12, "N", "rule=ademamix",                                                   \
         "steps until beta3 and alpha are reached; auto: all")                                                          \
-    ROW(REAL, momentum, 0.95, "momentum", "0.95", 0, 0.999999, "F", OF_MOMENTUM, "decay of m")                         \
+    ROW(REAL, momentum, 0.95, "momentum", "0.95", 0, 0.99999995, "F", OF_MOMENTUM, "decay of m")                       \
     ROW(INT, momentum_warmup, 0, "momentum-warmup", "auto", 0, 1e9, "N", OF_MOMENTUM,                                  \
         "steps in which the momentum rises from 0.85; auto: muon, normuon with 32k tokens a step or more: a quarter "  \
         "of the run, at most 300")                                                                                     \
@@ -43,14 +44,15 @@ C_LINKAGE_BEGIN
         "rank of the moments; 0: shorter side / 4")                                                                    \
     ROW(INT, rank_gap, 0, "rank-gap", "0", 0, 1e9, "N", OF_LOW_RANK,                                                   \
         "steps until the directions change; 0: 200, apollos 10")                                                       \
-    ROW(REAL, rank_scale, 0, "rank-scale", "0", 0, 1e6, "F", OF_LOW_RANK, "factor of the update; 0: the rule's")       \
-    ROW(SWITCH, rank_reset, false, "rank-reset", "off", 0, 0, "on|off", OF_LOW_RANK, "new directions, new moments")    \
+    ROW(REAL, rank_scale, 0, "rank-scale", "0", 0, 1e38, "F", OF_LOW_RANK, "factor of the update; 0: the rule's")      \
+    ROW(SWITCH, rank_reset, false, "rank-reset", "off", 0, 0, "on|off", OF_LOW_RANK,                                   \
+        "moments begin anew with new directions")                                                                      \
     ROW(CHOICE, adafactor_lr, "plain", "adafactor-lr", "plain", 0, 0, "plain|relative|scaled|paper",                   \
         "rule=adafactor|adafactor8bit|came8bit",                                                                       \
-        "relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both (with --lr 0.01)")                \
-    ROW(REAL, clip_update, 1, "clip-update", "1.0", 0, 1e9, "F", "rule=adafactor|came|adafactor8bit|came8bit",         \
+        "relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both, so take --lr 0.01")              \
+    ROW(REAL, clip_update, 1, "clip-update", "1.0", 0, 1e38, "F", "rule=adafactor|came|adafactor8bit|came8bit",        \
         "largest RMS of an update; 0: any")                                                                            \
-    ROW(REAL, limit_growth, 0, "limit-growth", "0", 0, 1e9, "F", "", "largest growth of an update's norm; 0: no limit")
+    ROW(REAL, limit_growth, 0, "limit-growth", "0", 0, 1e38, "F", "", "largest growth of an update's norm; 0: no limit")
 
 #define RULE_OPTION_REAL double
 #define RULE_OPTION_INT long long

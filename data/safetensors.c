@@ -207,9 +207,9 @@ static bool header_tensor(const Json* json, int64_t data, int64_t data_bytes, Sa
     tensor->dtype = json_string(json, "dtype", "");
     tensor->dims = header_numbers(json_get(json, "shape"), tensor->shape, 8);
     if (tensor->dims < 0 || header_numbers(json_get(json, "data_offsets"), place, 2) != 2) return false;
+    if (place[0] > place[1] || place[1] > data_bytes) return false;
     tensor->at = data + place[0], tensor->bytes = place[1] - place[0];
-    return tensor->bytes >= 0 && place[1] <= data_bytes &&
-           tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes;
+    return tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes;
 }
 
 static int by_place(const void* a, const void* b) {

@@ -8,7 +8,7 @@
 // Encoding cuts the text into words by GPT-2's pattern, which is written out by hand,
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 // and, within a word, joins the adjacent pieces whose joined bytes are the token of the lowest rank, until none has a
-// rank, as tiktoken does for data/prepare.py: O(n^2) look-ups in a word's length.
+// rank, as tiktoken does for data/prepare.py: O(n^2) in a word's length.
 // unicode.h says which characters are letters, numbers and white space.
 #include <stdlib.h>
 #include <string.h>
@@ -392,19 +392,25 @@ static int64_t word_bytes(const char* text, int64_t bytes) {
 }
 
 // Joins the pieces of one word in place; returns how many remain. Piece i has the bytes begin[i] to begin[i + 1] of the
-// word.
-static int64_t join_word(const Tokenizer* tokenizer, const char* word, int* begin, int64_t count) {
-    for (int64_t best = 0; best >= 0; count--) {
-        int lowest = UNRANKED;
-        best = -1;
-        for (int64_t i = 0; i + 1 < count; i++) {
+// word, and rank[i] is that of the pair (i, i + 1).
+static int64_t join_word(const Tokenizer* tokenizer, const char* word, int* begin, int* rank, int64_t count) {
+    int64_t refresh_first = 0, refresh_last = count - 1;
+    while (count > 1) {
+        for (int64_t i = refresh_first; i < refresh_last; i++) {
             const int joined = find_token(tokenizer, word + begin[i], begin[i + 2] - begin[i]);
-            const int rank =
-                joined >= 0 && tokenizer->token[joined].rank > 0 ? tokenizer->token[joined].rank : UNRANKED;
-            if (rank < lowest) lowest = rank, best = i;
+            rank[i] = joined >= 0 && tokenizer->token[joined].rank > 0 ? tokenizer->token[joined].rank : UNRANKED;
         }
-        if (best < 0) break;
-        memmove(begin + best + 1, begin + best + 2, (size_t)(count - best - 1) * sizeof(int));
+        int64_t best = 0;
+        for (int64_t i = 1; i < count - 1; i++) {
+            if (rank[i] < rank[best]) best = i;
+        }
+        if (rank[best] == UNRANKED) break;
+        const int64_t moved = count - best - 2;
+        memmove(begin + best + 1, begin + best + 2, (size_t)(moved + 1) * sizeof(int));
+        if (moved > 0) memmove(rank + best, rank + best + 1, (size_t)moved * sizeof(int));
+        count--;
+        refresh_first = best > 0 ? best - 1 : 0;
+        refresh_last = best + 1 < count ? best + 1 : count - 1;
     }
     return count;
 }
@@ -414,8 +420,8 @@ typedef struct {
     const Tokenizer* tokenizer;
     int *tokens, max;
     int64_t total;
-    int* begin;   // room for the longest word, which may be the whole text
-    bool failed;  // a character has no token
+    int *begin, *rank;  // room for the longest word, which may be the whole text
+    bool failed;        // a character has no token
 } Encoding;
 
 static void put_token(Encoding* e, int token) {
@@ -435,7 +441,7 @@ static void encode_plain(Encoding* e, const char* text, int64_t bytes) {
         if (tokenizer->merges) {
             size = count = word_bytes(text + at, bytes - at);
             for (int64_t i = 0; i <= size; i++) e->begin[i] = (int)i;
-            count = join_word(tokenizer, text + at, e->begin, count);
+            count = join_word(tokenizer, text + at, e->begin, e->rank, count);
         }
         for (int64_t i = 0; i < count; i++) {
             const int token = find_token(tokenizer, text + at + e->begin[i], e->begin[i + 1] - e->begin[i]);
@@ -466,8 +472,8 @@ static void encode_all(Encoding* e, const char* text, int64_t bytes) {
 
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max) {
     if (!tokenizer->encodes) return -1;
-    SCOPED int* begin = memory_take((size_t)(bytes + 2) * sizeof(int));
-    Encoding e = {tokenizer, tokens, max, 0, begin, false};
+    SCOPED int* begin = memory_take(2 * (size_t)(bytes + 2) * sizeof(int));
+    Encoding e = {tokenizer, tokens, max, 0, begin, begin + bytes + 2, false};
     encode_all(&e, text, bytes);
     return e.failed ? -1 : (int)e.total;
 }

@@ -496,8 +496,9 @@ static void list_options(FILE* file) {
         bool of_group = false;
         for (const char* name : GROUP_OPTIONS) of_group = of_group || rule_option_find(name) == &option;
         if (of_group) continue;
-        fprintf(file, "%s\t%s\t%s\t%s\t%s\n", option.name, option.values, option_text(&option, &standard), option.needs,
-                option.help);
+        fprintf(file, "%s\t%s", option.name, option.values);
+        if (option.high > option.low) fprintf(file, " from %.12g to %.12g", option.low, option.high);
+        fprintf(file, "\t%s\t%s\t%s\n", option_text(&option, &standard), option.needs, option.help);
     }
 }
 

@@ -158,9 +158,9 @@ const char* nibble_optim_describe(const NibbleOptim* optim);
 // Returns the value of a text setting, such as "weights", with defaults filled in; null if there is no such setting.
 const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
 // Returns what ./train --list-presets or --list-formats prints, for "presets" or "formats". For "options" it returns a
-// line for each option of rules that no NibbleGroup brings: its name with '-' for '_', its choices separated by '|' (F
-// or N: a number), its default, "rule=" and the rules that read it, separated by '|' ("": any may), and what it is,
-// with a tab between two. The text is valid until the next call.
+// line for each option of rules that no NibbleGroup brings: its name with '-' for '_', its choices separated by '|' ("F
+// from 0 to 1" or "N from 0 to 9": a number), its default, "rule=" and the rules that read it, separated by '|' ("":
+// any may), and what it is, with a tab between two. The text is valid until the next call.
 const char* nibble_optim_list(const char* what);
 // Returns 1 if a tensor's name matches one of the patterns, which have | between them, as overrides have them; else 0.
 int nibble_optim_matches(const char* patterns, const char* name);

@@ -108,8 +108,9 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
     const RuleRow* rule = rule_of(launch);
     if (!moments_fit(launch, true, error)) return false;
-    if (launch->eps == 0.0 && divides_by_eps(rule)) {
-        return data_error(error, "--eps: 0 was found, and %s divides by it where v is 0; type --eps 1e-8", rule->name);
+    if ((float)launch->eps == 0.0f && divides_by_eps(rule)) {
+        return data_error(error, "--eps: %g was found, %sand %s divides by it where v is 0; type --eps 1e-8",
+                          launch->eps, launch->eps == 0.0 ? "" : "which is 0 in fp32, ", rule->name);
     }
     if (launch->limit_growth > 0.0f && rule->matrix && !low_rank_limits(launch)) {
         return data_error(
@@ -163,7 +164,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error)) return false;
-    bool rules = false;  // an override names a rule; then optim_rule_fits checks v for each combination
+    bool rules = false;  // an override names a rule; then, and in a part, plan_launch checks v where a tensor has it
     if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
         const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
@@ -173,7 +174,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
         if (*m && !resolve_state("--override m", &m, error)) return false;
         if (*m && !resolve_sign("--override m", m, error)) return false;
         if (*v && !resolve_name(state_table(), "--override v", &v, error)) return false;
-        if (*v && !rules && !rule_of(config)->keeps_v) {
+        if (*v && !rules && !config->part && !rule_of(config)->keeps_v) {
             return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
         }
     }
@@ -181,8 +182,10 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
 }
 
 bool optim_options_fit(const OptimConfig* config, char* error) {
+    const RuleOptions* options = config;
     for (const Option& option : RULE_OPTION) {
-        if (!option_fits(&option, static_cast<const RuleOptions*>(config), error)) return false;
+        if (!config->placed && option_is_auto(&option, options)) continue;  // the trainer chooses it later
+        if (!option_fits(&option, options, error)) return false;
     }
     return config->limit_growth == 0.0 || config->limit_growth >= 1.0 ||
            data_error(error, "--limit-growth %g was found and 0 or a number from 1 on is needed", config->limit_growth);
@@ -193,7 +196,8 @@ void optim_set_options(OptimConfig* config, const RuleOptions* options) {
     *to = *options;
     for (const Option& option : RULE_OPTION) {
         double* number = (double*)((char*)to + option.offset);
-        if (option.type == OPTION_REAL) *number = (float)*number;
+        // A number that fp32 rounds to 0 stays, so that its refusal can name it.
+        if (option.type == OPTION_REAL && (float)*number != 0.0f) *number = (float)*number;
     }
 }
 

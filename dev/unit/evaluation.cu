@@ -76,7 +76,7 @@ FOLDER_TEST(evaluation_file) {
     };
     const Case cases[] = {{"whole", 16, 0, -1, 0, true, nullptr},
                           {"another beginning", 0, 1, -1, 0, true, "no whole evaluation file"},
-                          {"another version", 2, 9, -1, 0, true, "no whole evaluation file"},
+                          {"another version", 2, 9, -1, 0, true, "is of version 9 and this program reads 1"},
                           {"another kind", 3, 2, -1, 0, true, "no whole evaluation file"},
                           {"another vocabulary", 4, 300, -1, 0, true, "another vocabulary (of 300 tokens)"},
                           {"other tokens", 5, 1, -1, 0, true, "another vocabulary"},

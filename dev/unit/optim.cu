@@ -241,6 +241,7 @@ TEST(optim_overrides_of_presets) {
 TEST(optim_options_have_ranges) {
     for (const Option& each : RULE_OPTION) {
         const Option* option = &each;
+        expect(is(each.needs, "") || strchr(each.needs, '='), "%s needs %s", each.name, each.needs);
         for (double number : {2 * option->high + 1, option->low - 2, (double)NAN}) {
             OptimConfig config = {};
             void* field = (char*)static_cast<RuleOptions*>(&config) + option->offset;
@@ -280,6 +281,7 @@ TEST(optim_refusals) {
         {"adafactor", WITH(c->v = "fp32"), "--v: \"fp32\"", "fp32 numbers by row and column"},
         {"normuon", WITH(c->v = "fp32"), "--v: \"fp32\"", "one fp32 number a row"},
         {"adamw", WITH(c->eps = 0.0f), "--eps: 0", "--eps 1e-8"},
+        {"adamw", WITH(c->eps = 1e-46), "--eps: 1e-46 was found, which is 0 in fp32, and", "--eps 1e-8"},
         {"adam", WITH(c->decay_mode = "independent"), "--decay-mode: \"independent\"", "adam adds"},
         {"adamw", WITH(c->limit_growth = 0.5f), "--limit-growth 0.5", "0 or a number from 1 on"},
         {"muon", WITH(c->limit_growth = 1.01f), "--limit-growth: muon", "--rule adamw"},

@@ -210,8 +210,15 @@ def test_library_limit_growth():
 
 def test_library_options_of_rules():
     """Each option has the default that it names, for each rule that reads it, and refuses what is none of its choices."""
-    assert {"momentum", "rank_gap", "adafactor_lr"} < library.rule_options().keys() - {"beta1", "eps"}
-    for name, (values, default, rules, _) in library.rule_options().items():
+    options = library.rule_options()
+    assert {"momentum", "rank_gap", "adafactor_lr"} < options.keys()
+    assert not {"beta1", "beta2", "eps", "weight_decay"} & options.keys()
+    assert [float(options[name][1]) for name in ("alpha", "beta3", "momentum", "ns_steps", "clip_update", "rank")] == \
+        [5, 0.9999, 0.95, 5, 1, 0], options
+    assert options["nesterov"][:2] == ("on|off", "on") and options["rank"][0] == "N from 0 to 65536", options
+    text = library.options_text()
+    assert "auto" not in text and "--" not in text and "F x lr / lr_max" in text, text
+    for name, (values, default, rules, _) in options.items():
         for rule in rules or ["adamw"]:
             with_it, without = (Plain([(20, 30), (3, 4)], rule=rule, m="fp32", overrides="none", **own)
                                 for own in ({name: default}, {}))
@@ -227,7 +234,9 @@ def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
-                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type one of on|off"), ({"alpha": "x"}, "alpha takes a number"),
+                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type one of on|off"), ({"alpha": "x"}, "alpha takes a number, not 'x'; give a number"),
+                            ({"momentum": "auto"}, "not 'auto'; give a number"), ({"beta2": -1}, "betas -1 is out of range"),
+                            ({"weight_decay": -1}, "weight_decay -1 is out of range"), ({"eps": "1e-46"}, "1e-46 was found"),
                             ({"parameters": "fp64"}, "fp32|bf16|fp16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
@@ -244,8 +253,12 @@ def test_library_mistakes_are_sentences():
         raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape)]))
     plain = Plain([5], preset="adamw8")
     for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
-                            ({"number": 1, "betas": (0.9, 1.0)}, "betas 1 is out"), ({"number": 1, "eps": 0.0}, "eps 0 was")]:
+                            ({"number": 1, "betas": (0.9, 1.0)}, "betas 1 is out"), ({"number": 1, "eps": 0.0}, "eps 0 was"),
+                            ({"number": 1, "betas": (0.9, -1)}, "betas -1 is out"),
+                            ({"number": 1, "decay": -1}, "weight_decay -1 is out")]:
         raises(ValueError, words, lambda: plain.step(**settings))
+    plain.step(1, betas=(0.9, 0.9999995), decay=1000)
+    Plain([5], rule="adafactor", clip_update=1e30, rank_scale=1e7, alpha=2000)
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))
     raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))

@@ -49,6 +49,8 @@ def test_options():
             count += len(typed)
             assert not typed - known, f"{path}: {line}: {typed - known}"
     assert count > 40, f"{count} options"
+    needs = re.findall(r'^    ROW\((?:REAL|INT), .*"[FN]", "([^"]*)"', (ROOT / "optim/README.md").read_text(), re.M)
+    assert needs and all("=" in one for one in needs), needs
 
 
 def test_sizes():

@@ -370,6 +370,15 @@ def test_torch_overrides_of_some_parts():
                          "ln.bias": [real, real]}, kinds
         assert (model["ln"].weight == 1.0).all()
         assert ["weights.low" in optimizer.state[p] for p in model.parameters()] == [True, True, False, False]
+    a, b = (torch.nn.Parameter(torch.ones(300)) for _ in "ab")
+    optimizer = nibble_optim.Optimizer([{"params": [("a.w", a)]}, {"params": [("b.w", b)], "rule": "lion"}],
+                                       preset="adamw8", overrides="a.w: v=fp32")
+    for p in (a, b):
+        p.grad = torch.ones(300)
+    optimizer.step()
+    assert optimizer.state[a]["v"].dtype is torch.float32 and "v" not in optimizer.state[b]
+    raises(ValueError, "lion keeps no second moment", lambda: nibble_optim.Optimizer(
+        [("a.w", a)], rule="lion", overrides="a.w: v=fp32"))
 
 
 def test_torch_step_inside_a_compiled_function():

@@ -150,6 +150,7 @@ def test_torch_compat_more():
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
     assert torch.equal(hosts[0], params[0])
     state = optimizer.state[params[0]]
+    assert 5 not in state
     assert torch.equal(state["qmap2"][state["state2"].int()] * state["absmax2"].repeat_interleave(256).view(64, 64), state["exp_avg_sq"])
     manager.override_config(params[0], "optim_bits", 8)
     optimizer = bitsandbytes.Adam(params)

@@ -3,11 +3,16 @@ types, orders and orientations, gradients of another type than theirs, and state
 import contextlib
 import copy
 import importlib
+import inspect
 import io
+import os
+import subprocess
+import sys
 import tempfile
 import unittest.mock
 import warnings
 
+from test_library import ROOT, library
 from test_torch import batch, give, make, model_of, nibble_optim, parameter, raises, same, torch, train
 
 
@@ -31,7 +36,7 @@ def test_torch_refused_at_construction():
             (ValueError, "betas 1.0 is out of range", lambda: of([vector], betas=(1.0, 0.9))),
             (ValueError, "betas=(0.9,) were found; give", lambda: of([vector], betas=(0.9,))),
             (ValueError, "eps: 0 was", lambda: of([matrix, vector], rule="muon", eps=0.0)),
-            (TypeError, "nestorov=True was found", lambda: of([matrix], rule="rmnp", nestorov=True)),
+            (TypeError, "did you mean nesterov?", lambda: of([matrix], rule="rmnp", nestorov=True)),
             (ValueError, "nesterov: 'off' was found; give True or False", lambda: of([matrix], rule="rmnp", nesterov="off")),
             (ValueError, "all parameters are fp32", lambda: of([vector], weights="bf16:sr")),
             (ValueError, 'weights: "e4m3" was found for parameters of fp16',
@@ -40,6 +45,12 @@ def test_torch_refused_at_construction():
             (TypeError, "float64", lambda: of([torch.nn.Parameter(vector.double())])),
             (TypeError, "set", lambda: of({vector})), (TypeError, "set", lambda: of([{"params": {vector}}]))]:
         raises(kind, words, function)
+    assert library.rule_options().keys() < inspect.signature(nibble_optim.Optimizer).parameters.keys()
+    assert "momentum=F from 0 to" in nibble_optim.Optimizer.__doc__
+    code = "try: from nibble_optim import Optimizer\nexcept ImportError as error: print(error)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={
+        **os.environ, "NIBBLE_OPTIM_LIBRARY": "/nowhere.so", "PYTHONPATH": str(ROOT / "optim" / "python")})
+    assert "/nowhere.so is no file" in said.stdout, said
     give([matrix, vector, wide], 1)
     before = matrix.detach().clone()
     made.step()

@@ -104,6 +104,7 @@ def as_arguments(sentence):
         return names.get(option, option.replace("-", "_"))
 
     sentence = re.sub(r"leave --([a-z][a-z0-9-]*) out", lambda found: f"leave {argument(found[1])} out", sentence)
+    sentence = re.sub(r"type --[a-z0-9-]+ [FN](?=$|[ ,;])", "give a number", sentence)
     sentence = re.sub(r"\b(type|take|or|needs) --([a-z][a-z0-9-]*) ([^\s,;]+)",
                       lambda found: f'{found[1]} {argument(found[2])}={_quoted(found[3])}', sentence)
     return re.sub(r"--([a-z][a-z0-9-]*)", lambda found: argument(found[1]), sentence)
@@ -199,17 +200,25 @@ class Handle:
 
 
 def rule_options() -> typing.Dict[str, typing.Tuple[str, str, typing.List[str], str]]:
-    """Returns the options of rules by name: choices separated by | (F or N: a number), the default, the rules that read it
-    ([]: any may) and what it is. Those that parameter groups have are not among them."""
+    """Returns the options of rules by name: choices separated by | ("F from 0 to 1": a number), the default, the rules
+    that read it ([]: any may) and what it is. Those that parameter groups have are not among them."""
+    def here(text):  # ./train alone knows auto, and the largest rate as --lr
+        return as_arguments("; ".join(part for part in text.replace("/ --lr", "/ lr_max").split("; ") if "auto:" not in part))
+
     rows = (line.split("\t") for line in library().nibble_optim_list(b"options").decode().splitlines())
-    return {name.replace("-", "_"): (values, default, re.findall(r"[^=|]+", needs)[1:], text)
+    return {name.replace("-", "_"): (values, default, re.findall(r"[^=|]+", needs)[1:], here(text))
             for name, values, default, needs, text in rows}
+
+
+def options_text() -> str:
+    """Returns a line for each option of rules: name, choices, default, the rules that read it, and what it is."""
+    return "".join(f"{f'{name}={values} [{default}]':40} {', '.join(rules)}{': ' if rules else ''}{text}\n"
+                   for name, (values, default, rules, text) in rule_options().items())
 
 
 def options() -> None:
     """Prints the options of rules: name, choices, default, the rules that read it, and what it is."""
-    for name, (values, default, rules, text) in rule_options().items():
-        print(f"{f'{name}={values} [{default}]':40} {', '.join(rules)}{': ' if rules else ''}{text}")
+    print(options_text(), end="")
 
 
 def gpus() -> int:

@@ -3,7 +3,9 @@
 Parameters with the same type, device and formats form a part (part.py), which is made when they first have gradients.
 States are views of torch tensors that the part owns, so torch counts and saves them like its own. Each state belongs to
 one parameter, and has the values of the whole parameter even if only a shard lies here."""
+import difflib
 import gc
+import inspect
 import itertools
 import math
 import operator
@@ -18,7 +20,10 @@ import torch
 from . import library
 from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
 
-OPTIONS = library.rule_options()  # arguments that are options of rules, which all groups share
+try:
+    OPTIONS = library.rule_options()  # arguments that are options of rules, which all groups share
+except OSError as error:  # there is no library
+    raise ImportError(str(error)) from error
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
 # Names of other models' embeddings, heads, norms and biases, which these rules leave to adamw too.
@@ -73,7 +78,9 @@ class Optimizer(torch.optim.Optimizer):
     capturable: steps may be captured in CUDA graphs
     stacked: equal matrices in one tensor, "c_attn.weight:3"; transposed: names of matrices with inputs as rows
     min_quantized: tensors of fewer elements keep fp32 states; (n, multiple): also those of no multiple
-    options: of rules, such as momentum=0.9 or nesterov=False; nibble_optim.options() prints them"""
+    options: of rules, such as momentum=0.9 or nesterov=False, which nibble_optim.options() prints:
+
+"""
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
@@ -113,8 +120,9 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the settings of rules' options, None for those that are not among the arguments."""
         for name, value in options.items():
             if name not in OPTIONS:
-                raise TypeError(f"{name}={value!r} was found, which is no argument; nibble_optim.options() prints those "
-                                "of rules, and help(Optimizer) the others")
+                near = difflib.get_close_matches(name, inspect.signature(Optimizer).parameters, 1)
+                raise TypeError(f"{name}={value!r} was found, which is no argument; "
+                                f"{f'did you mean {near[0]}? ' if near else ''}help(Optimizer) lists all")
             if OPTIONS[name][0] == "on|off" and value is not None:
                 if value not in (True, False):
                     raise ValueError(f"{name}: {value!r} was found; give True or False")
@@ -579,3 +587,15 @@ class Optimizer(torch.optim.Optimizer):
     def describe(self):
         """Returns a line for each part: rule, formats and bytes a parameter."""
         return [part.handle.describe() for part in self._parts]
+
+
+def _name_options():
+    """Names the options of rules in Optimizer's signature and help."""
+    arguments = inspect.signature(Optimizer.__init__)
+    rest = [one for one in arguments.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OPTIONS]
+    Optimizer.__init__.__signature__ = arguments.replace(parameters=rest + options)
+    Optimizer.__doc__ += library.options_text()
+
+
+_name_options()

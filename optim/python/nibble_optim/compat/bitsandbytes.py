@@ -93,6 +93,8 @@ def _levels(moment):
 
 
 def _answer(part, tensor, key):
+    if not isinstance(key, str):
+        return None
     views, moments = part.views[tensor], {"1": ("m", "slow"), "2": ("v",)}.get(key[-1:], ())  # AdEMAMix's are stacked
     suffix = {"state": "", "absmax": ".scales", "qmap": ".scales"}.get(key[:-1], "?")
     shape = (-1,) if suffix else part.kept_shapes[tensor]
