@@ -52,8 +52,6 @@
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
 
-static char failure[DATA_ERROR_BYTES];  // the sentence of the function that could not do its work
-
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
@@ -70,9 +68,9 @@ static OptimConfig optim_config_of(const Options* o) {
 }
 
 // The same, resolved; writes the names that the preset chooses back into the options.
-static void optim_config_from(Options* o, OptimConfig* config) {
+static void optim_config_from(Options* o, OptimConfig* config, char* error) {
     *config = optim_config_of(o);
-    require(optim_resolve(config, failure), failure);
+    require(optim_resolve(config, error), error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
@@ -114,6 +112,7 @@ struct Model {
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
     const Launch* launch = &LAUNCH_ALONE;  // all ranks
+    char error[DATA_ERROR_BYTES];          // the sentence of a function that could not do its work for the model
 };
 
 // The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
@@ -249,10 +248,10 @@ template <typename X, typename G>
 static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
     const int C = m->config.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
     const Fp8Use* use = &a->fp8;
-    const Fp8Made makes = use->producers;
+    const Fp8Made makes = use->producers_make;
     norm_at(m, t, &b->ln1);
     norm_at(m, t + 6, &b->ln2);
-    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention);
+    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention_makes);
     linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, FP8_NOTHING, makes);
     linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, FP8_NOTHING);
     linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, FP8_NOTHING, makes);
@@ -335,6 +334,7 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
         block_forward(m, a, l);
         linear_forward(named(dev, "fc projection"), a->branch, &b->fcproj, a->N);
         arena_need(&m->arena, l < L - 1 ? l + 1 : part_final(L), l + 2);
+        spill_room(a->spill, l + 1);
         norm_forward(dev, &b[1].qkv.inp, &b[1].ln1, a->N, b->residual2, a->branch, a->residual[l + 1]);
         spill_out(a->spill, l + 1, a->residual[l + 1]);
     }
@@ -393,7 +393,8 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
-// Block l, or the last layernorm, is done: its gradients go where they are needed, and what block l - 1 reads comes.
+// Block l, or the last layernorm, is done: its gradients are summed over the ranks, or its step is taken, and what
+// block l - 1 reads comes.
 template <typename X, typename G>
 static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
     spill_in(a->spill, l, a->residual[l]);
@@ -650,14 +651,14 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 
 // Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
 // turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
-static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
+static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
     EvaluationPass pass;
-    require(evaluation_begin(&pass, task, m->T, tokens, failure), failure);
+    require(evaluation_begin(&pass, task, m->T, tokens, m->error), m->error);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -674,24 +675,24 @@ static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run
         const double seconds = seconds_now() - began;
         if (run) require(report_evaluation(run, &result, seconds), run->error);
         if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, failure), failure);
+        require(!out || evaluation_write(out, &pass, m->error), m->error);
     }
     evaluation_end(&pass);
     return !stopped;
 }
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
-static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
+static void evaluate(Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
     if (run) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
-    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, failure), failure);
+    require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, m->error), m->error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
         char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
         snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
         launch_broadcast(m->launch, path, sizeof(path));
-        require(evaluation_open(&task, path, tokenizer, failure), failure);
+        require(evaluation_open(&task, path, tokenizer, m->error), m->error);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -726,10 +727,10 @@ static OptimStream amax_history_of(const Model* m) {
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
     Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, failure), failure);
+    require(model_folder_open(&files, path, m->stored, m->arena.count, m->error), m->error);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, failure), failure);
+        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
         arena_set(&m->arena, t, values);
     }
     free(values);
@@ -742,15 +743,15 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     bool found = false;
     CheckpointReader reader;
-    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, failure), failure);
+    require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->error), m->error);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, failure);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, m->error);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
-    if (!loaded) user_error("%s/%s", folder, failure);
+    if (!loaded) user_error("%s/%s", folder, m->error);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
@@ -857,8 +858,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, failure),
-            failure);
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, m->error),
+            m->error);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
     if (o->seq == AUTO) o->seq = m->config.max_T;
@@ -870,7 +871,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
 
 // Chooses how the optimizer keeps the tensors, and which part of them is this rank's.
 static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
-    optim_config_from(o, config);
+    optim_config_from(o, config, m->error);
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
@@ -921,7 +922,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, failure), failure);
+    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, m->error), m->error);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {
@@ -977,21 +978,21 @@ static void resolve(Run* run) {
     const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, failure), failure);
+    require(dataset_look(&source, &vocabulary, &bytes, m->error), m->error);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, failure), failure);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->error), m->error);
     run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(o, failure), failure);
+    require(options_needed(o, m->error), m->error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
     run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), failure), failure);
+    require(schedule_choose(&run->schedule, option_given(o, "warmup"), m->error), m->error);
     o->warmup = run->schedule.warmup;
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, failure), failure);
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, m->error), m->error);
     optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
 
@@ -1106,9 +1107,9 @@ static void resume(Run* run) {
     Options* o = run->options;
     Resume* merge = &run->resume;
     const Launch* launch = run->model->launch;
-    if (launch->rank == 0) require(resume_find(merge, &run->folder, failure), failure);
+    if (launch->rank == 0) require(resume_find(merge, &run->folder, run->model->error), run->model->error);
     launch_broadcast(launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, failure), failure);
+    require(resume_take(merge, run->model->error), run->model->error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1236,20 +1237,20 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, failure);
-    require(folder != nullptr, failure);
+    const char* folder = checkpoint_model(&o->model, true, m.error);
+    require(folder != nullptr, m.error);
     m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, failure);
-    if (!tokenizer) user_error("--model %s: %s", o->model, failure);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
+    if (!tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, failure), failure);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, m.error), m.error);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
@@ -1257,7 +1258,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, failure), failure);
+        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, m.error), m.error);
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1337,8 +1338,8 @@ static int train_main(Options* o, const Launch* launch) {
     resume(&run);
     const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
     sources[FROM_CHECKPOINT] = run.resume.from;
-    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, failure);
-    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], failure), failure);
+    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, model.error);
+    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], model.error), model.error);
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
@@ -1384,17 +1385,18 @@ __attribute__((section(".preinit_array"), used)) static const auto first_of_all 
 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
+    char error[DATA_ERROR_BYTES];
     Options options;
     options_defaults(&options);
-    require(options_parse(&options, argc, argv, failure), failure);
+    require(options_parse(&options, argc, argv, error), error);
     bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    require(options_apart(&options, failure) && gpt2_take_size(&options, failure), failure);
+    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
     if (options.fit > 0) return fit_main(&options);
     Launch launch;
-    require(launch_environment(&launch, options.gpus, failure), failure);
+    require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
     if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);

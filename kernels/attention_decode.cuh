@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(ATTENTION_DECODE_THREADS* ATTENTION_DECODE_PAR
     X* k = cache + ((int64_t)__ldcg(at.sequence + row) * NH + head) * at.T * HS + lane * size;
     X* v = k + (int64_t)at.S * at.T * C;
     const float scale = 1.0f / sqrtf((float)HS);
-    // The cache of earlier steps comes to the L2 cache while the kernels before are at work.
+    // The cache of earlier steps comes to the L2 cache while the kernels before run.
     for (int j = part * GROUPS + group; j < keys; j += PARTS * GROUPS)
         prefetch_l2(k + (int64_t)j * HS), prefetch_l2(v + (int64_t)j * HS);
     early_wait();

@@ -18,6 +18,9 @@
 #include "common.cuh"
 #include "cpu_math.h"
 #include "fp8_codes.cuh"
+#ifdef __CUDACC__
+#include "classifier_hopper.cuh"
+#endif
 
 constexpr int CLASSIFIER_THREADS = 1024;  // 2 blocks a multiprocessor: their rows stay in L2 between the two reads
 
@@ -80,24 +83,6 @@ __device__ inline void classifier_row(float* maximum, float* sum, const X* row, 
     *sum = block_sum(own_sum == 0.0f ? 0.0f : own_sum * classifier_exp(own_maximum - *maximum));
 }
 
-// The noise of a row, from the maximum and the sum of its exponentials.
-__device__ inline uint32_t classifier_noise(float maximum, float sum) {
-    return fp8_noise(__float_as_uint(sum) ^ fp8_noise(__float_as_uint(maximum)));
-}
-
-// The gradients d of the logits from v on of a row that begins at `at`: to their codes, or as X to `place`.
-template <typename X, int size>
-__device__ inline void classifier_put(X* place, const Fp8Codes& codes, int64_t at, int v, const float (&d)[size],
-                                      float unit, uint32_t noise) {
-    if constexpr (std::is_same_v<X, bf16>) {
-        if (codes.rows) {
-            *(uint2*)(codes.rows + at + v) = fp8_codes_random(d, unit, noise + v);
-            return;
-        }
-    }
-    store_vec(place, round_vec<X>(d));
-}
-
 // Grid N (a block per row), block CLASSIFIER_THREADS; when backward, logits in place or to codes. Deterministic.
 template <typename X>
 __global__ void __launch_bounds__(CLASSIFIER_THREADS)
@@ -124,8 +109,6 @@ __global__ void __launch_bounds__(CLASSIFIER_THREADS)
         classifier_put(row + v, codes, (int64_t)blockIdx.x * Vp, v, d, unit, noise);
     }
 }
-
-#include "classifier_hopper.cuh"
 
 // Grid 1, block 1024, any N. Deterministic.
 __global__ static void __launch_bounds__(1024)

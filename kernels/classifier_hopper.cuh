@@ -1,4 +1,4 @@
-// The classifier of long bf16 rows on Hopper: a part of classifier.cuh, which includes it where its helpers are known.
+// The classifier of long bf16 rows on Hopper: a part of classifier.cuh.
 //
 // Long bf16 rows (GPT-2's 50304 columns are 98 KB) on Hopper stay in shared memory between the two passes, two blocks a
 // multiprocessor so that one computes while the other waits. Rows are cut into chunks; a warp of its own has TMA write
@@ -10,6 +10,7 @@
 // largest one that the warp has seen is near 2^15, and the second pass multiplies. An exponential then has 11 bits, 3
 // more than the gradient, down to 2^-29 of the largest, and is 0 below 2^-40 of it. In all, 10 instructions per logit.
 #pragma once
+#include "classifier_parts.cuh"
 #include "hopper.cuh"
 
 // Rows in shared memory: 18 warps that compute (11 vectors a thread of GPT-2's rows, with little left over) and one

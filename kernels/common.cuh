@@ -211,8 +211,19 @@ inline void device_free(const Device* dev, void* pointer) {
     }
 }
 
-// Returns pinned host memory for `what` (for the error message), 256-byte aligned, not initialised. The caller frees it
-// with host_free.
+// Returns pinned host memory, not initialised, on a machine with a GPU. The caller frees it with pinned_free.
+inline void* pinned_alloc(size_t bytes) {
+    void* pointer;
+    check(cudaMallocHost(&pointer, bytes));
+    return pointer;
+}
+
+inline void pinned_free(void* pointer) {
+    check(cudaFreeHost(pointer));
+}
+
+// Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised. The
+// caller frees it with host_free.
 inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
@@ -309,7 +320,7 @@ inline int64_t memory_available(const Device* dev) {
 
 #ifdef __CUDACC__
 // Launches a kernel that calls early_begin first, and early_wait before it reads or writes what a kernel before it
-// writes or reads. On Hopper, with dev->early, its blocks start while the kernel before is still at work ("programmatic
+// writes or reads. On Hopper, with dev->early, its blocks start while the kernel before still runs ("programmatic
 // dependent launch"): the launch costs no time of its own, and loads that need not wait are under way. The kernel
 // before must not write what is loaded so; neither may an earlier one, unless a kernel that was launched otherwise
 // comes after that one. cluster: blocks of a cluster, side by side in the grid's x; 1 before Hopper. shared: bytes of

@@ -6,10 +6,10 @@
 // a text is the same with or without the cache, and with any other texts beside it. On the CPU the logits have the bits
 // of the training forward pass.
 //
-// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. Its 5 L + 4
-// kernels (two more a layer in fp32 or with more than 8 rows) each take a few microseconds, so their launches are
-// recorded once as a CUDA graph, and a kernel begins to load its weights before the one before it has ended
-// (launch_early).
+// Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. Its 5 L + 3
+// kernels, and one for each layernorm that RowsNorm (matmul_rows.cuh) gives a kernel of its own, each take a few
+// microseconds, so their launches are recorded once as a CUDA graph, and a kernel begins to load its weights before the
+// one before it has ended (launch_early).
 //
 // Past the context length: positions are learned, so the cache is useless once the window moves. When a window of T
 // tokens is full, its older half is dropped and the rest computed again; so a text continues with T / 2 to T tokens of
@@ -129,7 +129,7 @@ inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape,
     d->tensor = tensors;
     d->own_memory = !memory;
     d->memory = memory ? memory : device_alloc(dev, decode_bytes(shape, fp32, S));
-    d->drawn = (int*)host_alloc(dev, DECODE_ROWS * (int64_t)sizeof(int), "tokens");
+    d->drawn = (int*)(dev->gpu ? pinned_alloc : memory_take)(DECODE_ROWS * sizeof(int));
     decode_layout(d, (char*)d->memory);
 }
 
@@ -137,7 +137,7 @@ inline void decode_close(Decoder* d) {
 #ifdef __CUDACC__
     if (d->graph) check(cudaGraphExecDestroy(d->graph));
 #endif
-    host_free(d->dev, d->drawn);
+    (d->dev->gpu ? pinned_free : free)(d->drawn);
     if (d->own_memory) device_free(d->dev, d->memory);
 }
 
@@ -259,9 +259,7 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
         }
         for (int r = 0; r < count; r++) decode_set(d, r, &texts[r], r, texts[r].used - 1);
         // Waiting here would cost more than the copy; the wait below comes before the next change of d->host.
-        if (d->dev->gpu)
-            check(cudaMemcpyAsync(d->numbers, d->host, sizeof(d->host), cudaMemcpyDefault, d->dev->stream));
-        if (!d->dev->gpu) memcpy(d->numbers, d->host, sizeof(d->host));
+        copy_on(d->dev, d->dev->stream, d->numbers, d->host, sizeof(d->host));
         decode_step(d, count);
         device_sync(d->dev);
         for (int r = 0; r < count; r++) d->drawn[r] = texts[r].ended ? DECODE_END : d->drawn[r];

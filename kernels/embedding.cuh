@@ -50,7 +50,8 @@ inline void embedding_backward_cpu(float* dwte, float* dwpe, const float* dout, 
 }
 
 #ifdef __CUDACC__
-// Grid B * T (a block per position), block any, C a multiple of 8. Deterministic.
+// Grid B * T (a block per position), block any, C a multiple of 8. Deterministic. Launched without launch_early, so it
+// need not wait; early_begin lets the next kernel load its weights.
 template <typename X>
 __global__ void embedding_forward_kernel(X* out, const int* tokens, const X* wte, const X* wpe, int T, int C,
                                          const int* positions) {

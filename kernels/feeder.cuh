@@ -1,5 +1,7 @@
 // Micro-batches from the loader's host memory to the device.
 #pragma once
+#include <assert.h>
+
 #include "../data/loader.h"
 #include "common.cuh"
 
@@ -17,16 +19,6 @@ inline int64_t input_bytes(int64_t N) {
 inline Input input_alloc(const Device* dev, int64_t N) {
     int* base = (int*)device_alloc(dev, input_bytes(N));
     return {base, base + N, base + 2 * N, base + 3 * N, N};
-}
-
-inline void* pinned_alloc(size_t bytes) {
-    void* pointer;
-    check(cudaMallocHost(&pointer, bytes));
-    return pointer;
-}
-
-inline void pinned_free(void* pointer) {
-    check(cudaFreeHost(pointer));
 }
 
 // The loader reuses a batch's memory two batches later. So each copy has an event, which is waited for before the batch
@@ -56,6 +48,7 @@ inline int feeder_next(Feeder* feeder, const Input* input) {
     if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
     const Batch* batch = loader_next(feeder->loader, feeder->error);
     if (!batch) return -1;
+    assert(batch->bucket == batch->tokens + 3 * input->N);
     feeder->fed++;
     const int64_t count = 3 * input->N + 2 * ((int64_t)batch->buckets + 1);
     copy_on(dev, dev->stream, input->tokens, batch->tokens, count * (int64_t)sizeof(int));

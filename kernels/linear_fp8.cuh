@@ -20,9 +20,9 @@
 // The memory that layers share for codes, and which kernels write codes. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
-    Fp8Made producers;          // the codes that layernorm and the classifier write,
-    Fp8Made attention;          // that attention's backward pass does,
-    Fp8Made gelu;               // and that the products next to GELU do
+    Fp8Made producers_make;     // Layernorm and the classifier write these codes.
+    Fp8Made attention_makes;    // Attention's backward pass writes these.
+    Fp8Made gelu_makes;         // The products next to GELU write these.
     uint8_t* rows;              // (N, 4C) a layer's input
     uint8_t* weight;            // (4C, C) or (C, 4C) a layer's weights, unless these are read where they are stored
     uint8_t *drows, *dcolumns;  // (N, 4C), (4C, N) an output's gradient
@@ -52,10 +52,10 @@ inline void linear_use_layer(Layout* layout, Fp8Use* use, int64_t N, int C) {
 inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N, int C) {
     use->scales = scales;
     if (!dev->gpu || scales->use_current_scaling) return;
-    use->producers = FP8_BY_ROWS;
-    if (attention) use->attention = FP8_BY_ROWS;
+    use->producers_make = FP8_BY_ROWS;
+    if (attention) use->attention_makes = FP8_BY_ROWS;
 #ifdef __CUDACC__
-    if (matmul_gelu_fp8_fits(dev, N, 4 * C, C)) use->gelu = FP8_BOTH;
+    if (matmul_gelu_fp8_fits(dev, N, 4 * C, C)) use->gelu_makes = FP8_BOTH;
 #endif
 }
 
@@ -81,9 +81,9 @@ void linear_gelu(const Fp8Use* use, Linear<X, G>* before, Linear<X, G>* after, X
     if (!use->scales) return;
     Operand<X>*gelu = &after->inp, *dpre = &before->dout;
     gelu->values = pre_gelu, gelu->op = FP8_GELU, dpre->op = FP8_GELU_BACKWARD;
-    if (use->gelu == FP8_NOTHING) return;
-    gelu->rows = use->dcolumns, gelu->made = use->gelu;
-    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = use->gelu;
+    if (use->gelu_makes == FP8_NOTHING) return;
+    gelu->rows = use->dcolumns, gelu->made = use->gelu_makes;
+    dpre->rows = use->rows, dpre->columns = (uint8_t*)dpre->values, dpre->made = use->gelu_makes;
 }
 
 // Returns the head, whose rows are taken in pieces. It makes the weights' codes, and sets the scale of the logits'
@@ -93,7 +93,7 @@ Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slo
                                    float* dweight, float dloss, int C, int Vp) {
     const Fp8Use none = {}, *own = use->head[0] ? use : &none;
     Linear<X, float> head = {C, Vp, {inp, nullptr, own->head_columns}, {}, {}, nullptr, dweight, nullptr};
-    linear_set(own, &head, slot, weight, nullptr, logits, FP8_NOTHING, own->producers);
+    linear_set(own, &head, slot, weight, nullptr, logits, FP8_NOTHING, own->producers_make);
     if (own == &none) return head;
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
     head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;

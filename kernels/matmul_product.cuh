@@ -18,11 +18,19 @@ struct MatmulProduct {
     bool transpose_a, transpose_b;
     float alpha, beta;
     int64_t batch;
-    float gamma = 0.0f;      // symmetric_product (matmul_symmetric.cuh) also adds gamma I,
-    bool symmetric = false;  // and knows that d is symmetric
+    float gamma = 0.0f;      // symmetric_product (matmul_symmetric.cuh) also adds gamma I; 0 for matmul_product
+    bool symmetric = false;  // d is symmetric; matmul_product computes all of it nevertheless
     bool alone = false;      // one matrix, never more: thread blocks may share its depth
     float* parts = nullptr;  // of fp32 on a GPU: device memory for a and b, for the products described below
+    const char* remedy = "another --rule";  // what the user can take if cuBLASLt has no algorithm
 };
+
+// Returns a product of one matrix, neither scaled nor added to anything.
+inline MatmulProduct product_of(int64_t rows, int64_t cols, int64_t depth, bool transpose_a, bool transpose_b) {
+    MatmulProduct p = {rows, cols, depth, transpose_a, transpose_b, 1.0f, 0.0f, 1};
+    p.alone = true;
+    return p;
+}
 
 // Plainly, and fp32: each element is one chain of fmaf over k, and then alpha sum + beta c, where an alpha of 1 begins
 // the chain at beta c instead.
@@ -65,7 +73,8 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
     }
     MatmulPointers pointers = {b, a, d, nullptr, nullptr};
     pointers.c = p->beta != 0.0f ? c : nullptr, pointers.alpha = p->alpha, pointers.batch = (int32_t)p->batch;
-    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta)) matmul_unsupported(p->rows, p->cols, p->depth);
+    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta))
+        matmul_unsupported(p->rows, p->cols, p->depth, p->remedy);
 }
 
 // to = x rounded to TF32 or, with `rest`, what that leaves of x, rounded to TF32. Grid any, block 256.
@@ -102,6 +111,7 @@ inline void matmul_product_parts(const Device* dev, const MatmulProduct* p, floa
 // Sums are fp32; X is bf16 or fp16 or, on the CPU always, float. Dimensions of 16 bits are multiples of 8.
 template <typename X, typename D>
 void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c) {
+    assert(p->gamma == 0.0f);
     if (p->batch == 0) return;
     if constexpr (std::is_same_v<X, float> && std::is_same_v<D, float>) {
         if (!dev->gpu) return matmul_product_cpu(p, d, a, b, c);

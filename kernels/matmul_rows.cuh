@@ -14,9 +14,9 @@
 // feeds two instructions. The eight warps of a block share the k of its outputs, and their sums are added in the order
 // of the warps. fp32: a warp computes one element.
 //
-// Few rows cost less than the way from one kernel to the next. So where inp is a layernorm's output, each block
-// computes it for itself, as layernorm_forward_kernel does, and all that does not depend on other kernels' work is
-// loaded before the wait for them.
+// With few rows, normalising them again in every block takes less time than starting one more kernel. So where inp is a
+// layernorm's output, each block computes it for itself, as layernorm_forward_kernel does, and all that does not depend
+// on other kernels' work is loaded before the wait for them.
 #pragma once
 #include <assert.h>
 
@@ -28,7 +28,9 @@
 #include "mma.cuh"
 #endif
 
-// A layernorm before the linear layer: what is multiplied is layernorm(inp + branch). All NULL: there is none.
+// A layernorm before the linear layer: what is multiplied is layernorm(inp + branch). All NULL: there is none. It has a
+// kernel of its own in fp32, with more than 8 rows, where C is above 2048, and where OC is above 64 times the
+// multiprocessors, since many blocks on each would normalise one after another.
 template <typename X>
 struct RowsNorm {
     const X* branch;         // (N, C), or NULL: nothing is added
@@ -170,6 +172,18 @@ __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS, AHEAD < 8 && VECS < 8 
     }
 }
 
+// Return the kernel for up to 8 rows, and for more. The speed of one row depends on the loads in flight, most of all on
+// those before the wait.
+template <typename D>
+auto matmul_rows_few(bool normalises, int C) {
+    if (normalises) return C > 1024 ? matmul_rows_kernel<D, 1, 1, 4, 8> : matmul_rows_kernel<D, 1, 1, 4, 4>;
+    return C > 1024 ? matmul_rows_kernel<D, 1, 1, 8, 0> : matmul_rows_kernel<D, 1, 1, 4, 0>;
+}
+template <typename D>
+auto matmul_rows_many(bool wide) {
+    return wide ? matmul_rows_kernel<D, 8, 2, 1, 0> : matmul_rows_kernel<D, 2, 1, 4, 0>;
+}
+
 // Grid (OC / 8, N), block 256: a warp computes one element. C a multiple of 4, OC of 8. Deterministic.
 __global__ static void __launch_bounds__(256) matmul_rows_fp32_kernel(float* out, const float* inp, const float* weight,
                                                                       const float* bias, bool gelu, int C, int OC) {
@@ -194,9 +208,8 @@ template <typename X, typename D>
 void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const X* bias, bool gelu, int N, int C,
                  int OC, RowsNorm<X> norm = {}) {
     assert(C % 64 == 0 && OC % 64 == 0);
-    // With more outputs, many blocks a multiprocessor would normalise one after another.
-    const bool alone = std::is_same_v<X, float> || N > 8 || C > 2048 || OC > 64 * dev->sm_count;
-    if (norm.weight && alone) {
+    const bool apart = std::is_same_v<X, float> || N > 8 || C > 2048 || OC > 64 * dev->sm_count;  // see RowsNorm
+    if (norm.weight && apart) {
         residual_layernorm_forward(dev, norm.sum, norm.normed, norm.mean, norm.rstd, inp, norm.branch, norm.weight,
                                    norm.bias, N, C);
         inp = norm.normed, norm = {};
@@ -213,18 +226,15 @@ void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const
         dim3 grid(OC / 8, N);
         launch_kernel(dev, matmul_rows_fp32_kernel, grid, 256, 0, (float*)out, inp, weight, bias, gelu, C, OC);
     } else {
-        // The speed of one row depends on the loads in flight, most of all on those before the wait. Up to 64 rows are
-        // read, through the L2 cache, by every block that computes outputs of them: few rows per block keep all
-        // multiprocessors busy; if there are enough outputs for that (the head), many rows and outputs per block read
-        // least.
-        const bool few = N <= 8, wide = !few && ceil_div(N, 64) * (OC / 32) >= 2 * dev->sm_count, deep = C > 1024;
-        const auto kernel = norm.weight ? deep ? matmul_rows_kernel<D, 1, 1, 4, 8> : matmul_rows_kernel<D, 1, 1, 4, 4>
-                            : few ? deep ? matmul_rows_kernel<D, 1, 1, 8, 0> : matmul_rows_kernel<D, 1, 1, 4, 0>
-                            : wide ? matmul_rows_kernel<D, 8, 2, 1, 0>
-                                        : matmul_rows_kernel<D, 2, 1, 4, 0>;
-        dim3 grid(OC / (wide ? 32 : 16), (unsigned)ceil_div(N, few ? 8 : wide ? 64 : 16));
-        launch_early(dev, kernel, grid, 32 * MATMUL_ROWS_WARPS, 1, norm.weight ? (2 + N) * C * (int)sizeof(X) : 0, out,
-                     inp, weight, bias, gelu, N, C, OC, norm);
+        // Up to 64 rows are read, through the L2 cache, by every block that computes outputs of them: few rows per
+        // block keep all multiprocessors busy; if there are enough outputs for that (the head), many rows and outputs
+        // per block read least.
+        const bool few = N <= 8, wide = !few && ceil_div(N, 64) * (OC / 32) >= 2 * dev->sm_count;
+        const int rows = few ? 8 : wide ? 64 : 16, shared = norm.weight ? (2 + N) * C * (int)sizeof(X) : 0;
+        const auto kernel = few ? matmul_rows_few<D>(norm.weight, C) : matmul_rows_many<D>(wide);
+        const dim3 grid(OC / (wide ? 32 : 16), (unsigned)ceil_div(N, rows));
+        launch_early(dev, kernel, grid, 32 * MATMUL_ROWS_WARPS, 1, shared, out, inp, weight, bias, gelu, N, C, OC,
+                     norm);
     }
 #endif
 }

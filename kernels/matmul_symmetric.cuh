@@ -312,7 +312,9 @@ inline bool symmetric_product_fits(const Device* dev, const MatmulProduct* p) {
 
 inline void symmetric_product_library(const Device* dev, const MatmulProduct* p, __half* d, const __half* a,
                                       const __half* b, const __half* c) {
-    matmul_product<__half, __half>(dev, p, d, a, b, c);
+    MatmulProduct plain = *p;
+    plain.gamma = 0.0f;
+    matmul_product<__half, __half>(dev, &plain, d, a, b, c);
     if (p->gamma == 0.0f) return;
     const int64_t blocks = ceil_div((p->rows < p->cols ? p->rows : p->cols) * p->batch, 256);
     launch_kernel(dev, symmetric_diagonal_kernel, (unsigned)(blocks < 4096 ? blocks : 4096), 256, 0, d, p->rows,

@@ -40,15 +40,19 @@ inline bool spill_leaves(const Spill* s, int l) {
     return l + SPILL_PLACES <= s->layers;
 }
 
-// The two calls around the use of r(l), which is at `at`; with NULL they do nothing. The forward pass makes this one
-// when r(l) is complete: r(l) leaves the device, unless it is one of the last, and r(l + 1) may be written.
+// The three calls around the use of r(l), which is at `at`; with NULL they do nothing. The forward pass makes this one
+// before it writes r(l): the copy of what had its place is awaited.
+inline void spill_room(const Spill* s, int l) {
+    if (s && l >= SPILL_PLACES) ring_write(&s->ring, l);
+}
+
+// The forward pass makes this one when r(l) is complete: r(l) leaves the device, unless it is one of the last.
 inline void spill_out(const Spill* s, int l, const void* at) {
     if (s && spill_leaves(s, l)) {
         ring_after_stream(&s->ring, s->ring.out);
         ring_copy(&s->ring, RING_OUT, s->host + l * s->bytes, at, s->bytes);
         ring_drained(&s->ring, l);
     }
-    if (s && l + 1 >= SPILL_PLACES) ring_write(&s->ring, l + 1);
 }
 
 // The backward pass makes this one when it has read r(l) for the last time: r(l - SPILL_PLACES), whose copy to the host

@@ -333,17 +333,17 @@ static const bf16* in_bf16(const Device* dev, const float* from, float* to, int6
 template <class X>
 static void project(const Device* dev, const LowMatrix* l, const X* g, const X* q, float* low) {
     const int64_t R = l->shape->rows, C = l->shape->cols;
-    const MatmulProduct right = {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0.0f, false, true, l->parts};
-    const MatmulProduct left = {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0.0f, false, true, l->parts};
-    matmul_product<X, float>(dev, l->right ? &right : &left, low, l->right ? g : q, l->right ? q : g, nullptr);
+    MatmulProduct p = l->right ? product_of(R, l->rank, C, false, true) : product_of(l->rank, C, R, false, false);
+    p.parts = l->parts;
+    matmul_product<X, float>(dev, &p, low, l->right ? g : q, l->right ? q : g, nullptr);
 }
 
 // Computes u = scale low Q + beta c, or scale Q^T low + beta c.
 template <class X>
 static void project_back(const Device* dev, const LowMatrix* l, const X* low, const X* q, X* u, float scale, float beta,
                          const X* c) {
-    const MatmulProduct p = {l->shape->rows, l->shape->cols, l->rank, !l->right, false, scale, beta, 1,
-                             0.0f,           false,          true,    l->parts};
+    MatmulProduct p = product_of(l->shape->rows, l->shape->cols, l->rank, !l->right, false);
+    p.alpha = scale, p.beta = beta, p.parts = l->parts;
     matmul_product<X, X>(dev, &p, u, l->right ? low : q, l->right ? q : low, c);
 }
 
@@ -362,9 +362,9 @@ static void basis_refresh(const LowStep* low, const LowMatrix* l, uint32_t refre
     for_each(dev, StartBasis{l->y, l->q, seed, element, refresh, l->side}, l->rank);
     for (int i = 0; i < POWER_ITERATIONS; i++) {
         project(dev, l, l->g, l->y, l->z);
-        const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0.0f, false, true, l->parts};
-        const MatmulProduct left = {l->rank, R, C, false, true, 1.0f, 0.0f, 1, 0.0f, false, true, l->parts};
-        matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
+        MatmulProduct p = l->right ? product_of(l->rank, C, R, true, false) : product_of(l->rank, R, C, false, true);
+        p.parts = l->parts;
+        matmul_product<float, float>(dev, &p, l->y, l->z, l->g, nullptr);
         orthonormal(dev, o);
     }
     for_each(dev, KeepBasis{l->q, l->y, low->launch->matrix.unit, l->side}, l->rank);

@@ -7,9 +7,9 @@
 //     released    parts are stepped inside the backward pass, and their gradients take turns in memory
 //     offloaded   states are in host memory and are copied to the device a part at a time
 //
-// A part is a layer, or one of the two behind them, the embeddings and the last layernorm. An arena holds all
-// tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, and
-// arena_at knows where. model.h says what each way costs.
+// A part is a layer, the embeddings or the last layernorm. An arena holds all tensors of a model at the offsets of
+// optim_layout; gradients that are packed or take turns lie elsewhere, and arena_at knows where. model.h says what each
+// way costs.
 #pragma once
 #include "../../kernels/norm.cuh"
 #include "../checkpoint/checkpoint.h"
@@ -19,7 +19,7 @@ struct Fp8;
 typedef struct Decoded Decoded;
 typedef struct Offload Offload;
 
-// Return the number of a part that is no layer.
+// The parts that are not layers: number L is the embeddings, L + 1 the last layernorm.
 inline int part_embeddings(int layers) {
     return layers;
 }
@@ -120,10 +120,10 @@ void arena_loaded(const Arena* arena, float last_norm);
 // Begins a step, whose fp8 scales it sets. `scalars` is in device memory (shard.cuh lists them) and receives the norm,
 // the clip factor and what else is known when the step ends; `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Makes room for the gradients of a layer; the gradients of another layer that lay there are lost. Call it before the
-// first gradient of the layer is written, that of its last bias, which the layernorm above writes. Layer `layers`
-// stands for everything outside of the layers.
-void arena_layer_begin(const Arena* arena, int layer);
+// Makes room for the gradients of a part; the gradients of another part that lay there are lost. Call it before the
+// first gradient of the part is written, a layer's that of its last bias, which the layernorm above writes. The
+// embeddings stand for both parts that are not layers.
+void arena_layer_begin(const Arena* arena, int part);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).
 void arena_before_attention(const Arena* arena);

@@ -80,24 +80,28 @@ static void arena_step_sums(const Arena* a, int part) {
     release_part(a, part);
 }
 
-void arena_layer_begin(const Arena* a, int layer) {
-    if (a->stepping && a->shard && layer + 2 < a->layers) return arena_step_sums(a, layer + 2);
-    shard_grads_free(a->shard, layer);
+void arena_layer_begin(const Arena* a, int part) {
+    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
+    shard_grads_free(a->shard, part);
 }
 
-// The sum over several ranks takes some time, so a layer is stepped only when its room is needed again, or at the end.
-// The last layernorm is summed with the embeddings.
-void arena_layer_end(const Arena* a, int part) {
+// Begins to sum a part's gradients over the ranks; the last layernorm's are summed with the embeddings'. If they are
+// released, a layer is stepped when its room is needed again, or at the end, since a sum takes some time.
+static void arena_sum(const Arena* a, int part) {
     const int embeddings = part_embeddings(a->layers), final = part_final(a->layers);
-    const int below = part == final ? a->layers - 1 : part == embeddings ? -1 : part - 1;
-    const bool alone = a->stepping && !a->shard, ranks = a->stepping && a->shard;
-    if (alone) release_part(a, part);
-    if (ranks && part == final) shard_agree(a->shard, a->scalars);  // on the loss, before they step the first part
-    if (ranks && part == 0 && a->layers > 1) arena_step_sums(a, 1);
-    if (ranks && part == embeddings) arena_step_sums(a, 0);
+    const bool steps = a->stepping;
+    if (steps && part == final) shard_agree(a->shard, a->scalars);  // on the loss, before they step the first part
+    if (steps && part == 0 && a->layers > 1) arena_step_sums(a, 1);
+    if (steps && part == embeddings) arena_step_sums(a, 0);
     if (part != final) a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
-    if (ranks && part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
-    if (below >= 0) arena_need(a, below, below - 1);
+    if (steps && part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+}
+
+void arena_layer_end(const Arena* a, int part) {
+    if (a->shard) arena_sum(a, part);
+    if (a->stepping && !a->shard) release_part(a, part);
+    const int layer = part == part_final(a->layers) ? a->layers : part == part_embeddings(a->layers) ? 0 : part;
+    if (layer > 0) arena_need(a, layer - 1, layer - 2);
 }
 
 void offload_step(const Arena* a, const float* factor) {
