@@ -219,21 +219,13 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim_describe(config, optim->describe, sizeof(optim->describe));
 }
 
-// May be called while a stream is captured, such as by Python's garbage collector: nothing here belongs to the capture.
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {
     if (!optim) return;
-#ifdef __CUDACC__
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    if (optim->dev.gpu) cudaThreadExchangeStreamCaptureMode(&mode);
-#endif
     on_device(optim, optim->dev.stream, nullptr, [&] {
         placed_free(optim->tables);
         optim_free(optim->optim);
         products_close(&optim->dev);
     });
-#ifdef __CUDACC__
-    if (optim->dev.gpu) cudaThreadExchangeStreamCaptureMode(&mode);
-#endif
     blocks_free(&optim->blocks);
     free(optim);
 }

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 import zipfile
 
 from cases import run_cases
@@ -280,6 +281,15 @@ def test_library_refusals_leave_nothing():
             before = memory() if number < 20 else before
             raises(ValueError, words, refused)
         assert memory() - before < 8 << 20, f"{words}: {(memory() - before) >> 10} KB more"
+
+
+def test_library_frees_after_a_capture():
+    """The garbage collector may find an optimizer while a CUDA graph is captured. The next optimizer frees it."""
+    with unittest.mock.patch.object(library, "is_capturing", lambda: True):
+        Plain([3])
+        assert len(library._dropped) == 1
+    Plain([3])
+    assert not library._dropped
 
 
 def test_library_prints_nothing_and_goes_on():

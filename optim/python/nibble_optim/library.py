@@ -120,6 +120,21 @@ def check(status, error):
         raise kind("nibble_optim: " + as_arguments(error.value.decode(errors="replace")))
 
 
+def is_capturing():
+    """Returns whether this thread captures a CUDA graph."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_dropped = []  # optimizers that are to be freed
+
+
+def _free_dropped(library):
+    """Frees them, but not during a capture, which freeing memory ends: the garbage collector runs at any time."""
+    while _dropped and not is_capturing():
+        library.nibble_optim_free(_dropped.pop())
+
+
 class Handle:
     """One optimizer of the library. `tensors` are (name, rows, cols, first, count); `allocate(bytes)`, if given,
     returns the address of memory for states, or 0."""
@@ -128,6 +143,7 @@ class Handle:
         self.library, self.handle = library(), c_void_p()
         if str(settings.get("device")).startswith("cuda") and "torch" not in sys.modules:  # torch has loaded its own
             _load("libcublasLt", "cublas")
+        _free_dropped(self.library)
         self.error = ctypes.create_string_buffer(ERROR_BYTES)
         texts = [f"{key}={value}".encode() for key, value in settings.items() if value is not None]
         array = (Tensor * max(len(tensors), 1))(*[(name.encode(), *rest) for name, *rest in tensors])
@@ -139,8 +155,9 @@ class Handle:
 
     def __del__(self):
         if getattr(self, "handle", None):
-            self.library.nibble_optim_free(self.handle)
+            _dropped.append(self.handle)
             self.handle = None
+            _free_dropped(self.library)
 
     def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
         """Takes a step. weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i');

@@ -18,7 +18,7 @@ from typing import Iterable, Optional, Tuple, Union
 import torch
 
 from . import library
-from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
+from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_dtensor
 
 try:
     OPTIONS = library.rule_options()  # arguments that are options of rules, which all groups share
@@ -351,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
     step.hooked = True  # profile_hook_step has wrapped it already, below torch.compiler.disable
 
     def _step(self, params, grads):
-        captured = is_capturing()
+        captured = library.is_capturing()
         if not captured:
             self._catch_up()
         self._forget_touched(self._of(params))
@@ -413,7 +413,7 @@ class Optimizer(torch.optim.Optimizer):
             new = [(params[i], grads[i]) for i in self._idle if grads[i] is not None]
         else:
             new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
-        if new and is_capturing():
+        if new and library.is_capturing():
             raise RuntimeError("a step was captured into a CUDA graph before any was taken with these gradients and "
                                "states; take some before")
         types = {p: g.dtype for p, g in new if g.dtype in NUMBERS}

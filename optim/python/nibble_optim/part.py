@@ -58,10 +58,6 @@ def is_dtensor(tensor):
     return hasattr(tensor, "_local_tensor")
 
 
-def is_capturing():
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def _local(tensor):
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
@@ -418,7 +414,7 @@ class Part:
                                    f"{local.device}; move or change the model first and make the optimizer then")
         if self.watched and self.weights is not None:
             self.take_over(t for t, (then, now) in enumerate(zip(self.weights, where))
-                           if then != now and (is_capturing() or not self._is_kept(t)))  # a capture is refused
+                           if then != now and (library.is_capturing() or not self._is_kept(t)))  # a capture is refused
         self.where, self.weights = where, array.array("Q", where)
 
     def take_over(self, tensors):
