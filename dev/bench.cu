@@ -130,7 +130,7 @@ struct Operators {
                 [&] { attention_forward<bf16>(dev, b->attproj.inp.values, b->lse, b->qkv_out, B, T, C, NH); });
         layer("qkv", n, b->qkv_out, &b->qkv, N);
         layer("attention projection", n, act.branch, &b->attproj, N);
-        a->fp8 = use->gelu;
+        a->fp8 = use->gelu_makes;
         account(a, "fc + gelu", n, 8.0 * NC * C, 0,
                 [&] { linear_forward(dev, b->pre_gelu, &b->fc, N, &b->fcproj.inp); });
         layer("fc projection", n, act.branch, &b->fcproj, N);
