@@ -251,7 +251,7 @@ static void fuzz_options(FuzzInput input) {
     free(text);
     if (!fine) return;
     OptimConfig config;
-    optim_config_from(&options, &config);
+    optim_config_from(&options, &config, error);
 }
 
 // The text of --override, and a tensor's name.
