@@ -58,6 +58,7 @@ __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
 // "adamw8", "bf16:sr,dyn8/256,udyn8/256" or "lion,bf16:sr,dyn8/256,none" to a resolved configuration.
 static OptimConfig combination(const char* text) {
     OptimConfig config = {};
+    char error[DATA_ERROR_BYTES];
     char *part[4] = {}, *copy = strdup(text), *rest;
     int count = 0;
     for (char* at = strtok_r(copy, ",", &rest); at && count < 4; at = strtok_r(nullptr, ",", &rest)) part[count++] = at;
@@ -68,7 +69,7 @@ static OptimConfig combination(const char* text) {
     if (count == 4) o.rule = part[0];
     if (count >= 3) o.weights = part[count - 3], o.m = part[count - 2], o.v = part[count - 1];
     if (count == 2) user_error("'%s': type PRESET, WEIGHTS,M,V or RULE,WEIGHTS,M,V", text);
-    optim_config_from(&o, &config);
+    optim_config_from(&o, &config, error);
     return config;
 }
 
