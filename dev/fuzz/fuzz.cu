@@ -250,8 +250,8 @@ static void fuzz_options(FuzzInput input) {
     }
     free(text);
     if (!fine) return;
-    OptimConfig config;
-    optim_config_from(&options, &config, error);
+    OptimConfig config = optim_config_of(&options);
+    if (!optim_resolve(&config, error)) demand_sentence(error);
 }
 
 // The text of --override, and a tensor's name.
