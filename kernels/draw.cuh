@@ -140,7 +140,7 @@ struct DrawBest {
     int token;
 };
 
-// The best of a thread's tokens whose keys reach `bound`.
+// Returns the best of a thread's tokens whose keys reach `bound`.
 template <typename Score>
 __device__ inline DrawBest draw_best(const float* row, int V, uint32_t bound, const Score& score) {
     DrawBest best = {-INFINITY, INT_MAX};

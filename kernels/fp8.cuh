@@ -242,7 +242,7 @@ inline int64_t fp8_scratch_bytes(const Device* dev, int64_t N, int64_t C) {
     return dev->gpu ? ceil_div(N, FP8_TILE) * C * (int64_t)sizeof(float) : 0;
 }
 
-// One reading of the values: fp8_cast_cpu or its kernel.
+// Reads the values once, by fp8_cast_cpu or its kernel.
 template <typename X, typename G>
 void fp8_cast_once(const Device* dev, const Operand<X>* o, const X* pre_gelu, G* dbias, float* scratch, int64_t N,
                    int C, bool accumulate) {

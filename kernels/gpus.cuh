@@ -1,4 +1,4 @@
-// Which GPUs answer and why none does, a GPU for plans, and what the banner says of one.
+// This file counts GPUs, says why there is none, makes one for plans, and describes it for the banner.
 #pragma once
 #include "common.cuh"
 

@@ -139,8 +139,8 @@ __device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, V
     return round_vec<X>(x);
 }
 
-// The row of a warp, C elements: x = inp1 + inp2, its lanes' vectors, and their mean and rstd. inp2 may be NULL, and so
-// may `residual`, to which x is written where there is an inp2.
+// Reads a warp's row of C elements: x = inp1 + inp2, a lane's vectors of it, and the row's mean and rstd. inp2 may be
+// NULL, and so may `residual`, to which x is written where there is an inp2.
 template <typename X, int VECS>
 __device__ inline void layernorm_row(Vec<X> (&x)[VECS], float* mean, float* rstd, X* residual, const X* inp1,
                                      const X* inp2, int C) {

@@ -22,7 +22,7 @@
 #include "matmul_gelu.cuh"
 #endif
 
-// What a user takes if cuBLASLt has no algorithm for a layer's product.
+// If cuBLASLt has no algorithm for a layer's product, the error tells the user to take this.
 constexpr const char* LINEAR_REMEDY = "--channels and --heads that are multiples of 8";
 
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL

@@ -97,7 +97,7 @@ struct SymmetricLaunch {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// How many of the first panels of a tile have mirror images.
+// Returns how many of the first panels of a tile have mirror images.
 __device__ __forceinline__ int sp_mirrored(const SymmetricShape& s, const SymmetricTile& t) {
     const int left = (t.row / SP_ROWS - t.column / SP_ROWS) * 2;
     return !s.symmetric ? 0 : left < t.columns() / 64 ? left : t.columns() / 64;

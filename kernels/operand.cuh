@@ -1,14 +1,14 @@
-// What matrix products read: values, or fp8 codes of them (fp8.cuh makes the codes and multiplies them).
+// Operands of matrix products: values, or fp8 codes of them (fp8.cuh makes the codes and multiplies them).
 #pragma once
 #include "fp8_scales.cuh"
 
 // A cast may change a value before it rounds it: not at all; to gelu(x); to x * gelu'(pre_gelu).
 enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
 
-// Which codes of an operand are there before a product asks for them; it casts or transposes to make the others.
+// Says which codes of an operand kernels have made; a product that needs others casts or transposes to make them.
 enum Fp8Made { FP8_NOTHING, FP8_BY_ROWS, FP8_BOTH };
 
-// What a product reads: a matrix (N, C), as values or as codes of op(values).
+// A matrix (N, C) that a product reads, as values or as codes of op(values).
 template <typename X>
 struct Operand {
     X* values = nullptr;

@@ -158,7 +158,7 @@ TEST(launch_ends_early) {
     }
 }
 
-// What goes wrong on a rank behind launch_leave is not lost; the code of a stop is the same on all.
+// launch_leave returns the code of a rank that fails behind it; a stop has the same code on all ranks.
 TEST(launch_leaves) {
     const int cases[][4] = {{0, 0, 0, 0}, {0, 5, 6, 5}, {0, 0, 137, 137}, {143, 143, 143, 143}, {143, 143, 134, 134}};
     for (const auto& [first, second, third, want] : cases) {

@@ -333,7 +333,7 @@ __attribute__((noreturn)) static void peer_lost(int r, int silence) {
     if (silence > 0) {
         snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
     } else if (launch->forked && r > 0) {
-        // Its sockets end first, and the memory of a GPU may take long. Meanwhile the others must hear this rank.
+        // A rank's sockets close before its GPU's memory is freed, which may take long. Beats tell the others to wait.
         const double until = seconds_now() + watch.silence;
         while ((code = ended_code(r, WNOHANG, how)) < 0 && seconds_now() < until)
             send_beats(&watch.peers[0].beat), sleep_ms(50);
