@@ -386,7 +386,7 @@ void shard_reduce_now(Shard* s, int bucket) {
     }
     if (s->mode == SHARD_NONE) shard_all_gather(s, bucket, s->grads, TILE_ELEMENTS * (int64_t)sizeof(G));
     if (s->last) shard_all_gather(s, bucket, s->squares, sizeof(double));
-    if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
+    if (s->comm.dev->gpu) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
 // Does the same, but if exchanges wait, layers other than 0 are left to shard_reduce_waiting.
@@ -408,12 +408,12 @@ void shard_reduce_waiting(Shard* s) {
 
 // Makes the device's stream wait for the sums of a bucket.
 inline void shard_summed(const Shard* s, int bucket) {
-    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
+    if (s->comm.dev->gpu) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
 // Makes the device's stream wait until the gradients that a bucket's will overwrite have been reduced.
 inline void shard_grads_free(const Shard* s, int bucket) {
-    if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
+    if (!shard_splits(s, SHARD_GRADS) || !s->comm.dev->gpu) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
@@ -476,7 +476,7 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
 // Gathers a bucket's weights on all ranks, on the comm's stream.
 inline void shard_gather(Shard* s, int bucket) {
     shard_all_gather(s, bucket, s->weights, TILE_ELEMENTS * (int64_t)s->weight_bytes, s->kept_weights);
-    if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
+    if (s->comm.dev->gpu) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
 }
 
 // Begins to gather the weights that the optimizer has updated, in the order in which the forward pass needs them.
@@ -499,6 +499,6 @@ inline void shard_prefetch(Shard* s, int layer) {
 inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (!shard_splits(s, SHARD_STATES)) return;
     if (bucket < s->layers) shard_prefetch(s, bucket);
-    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
+    if (s->comm.dev->gpu) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
     shard_prefetch(s, next);
 }
