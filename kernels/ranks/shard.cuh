@@ -34,6 +34,7 @@
 #pragma once
 #include <assert.h>
 
+#include "../each.cuh"
 #include "../layer_ring.cuh"
 #include "../norm.cuh"
 #include "../tile.h"
@@ -143,25 +144,36 @@ void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
 // or the sum of floats. Floats that are not negative have the order of their bits.
 enum ShardReduction { SHARD_MAX, SHARD_SUM, SHARD_SUM_FLOATS };
 
-__host__ __device__ inline uint32_t shard_reduced(const uint32_t* all, int world, int n, int i, ShardReduction how) {
-    uint32_t total = all[i];
-    for (int r = 1; r < world; r++) {
-        const uint32_t other = all[(int64_t)r * n + i];
-        float sum, term;
-        memcpy(&sum, &total, sizeof(sum)), memcpy(&term, &other, sizeof(term));
-        sum += term;
-        if (how == SHARD_MAX) total = other > total ? other : total;
-        if (how == SHARD_SUM) total += other;
-        if (how == SHARD_SUM_FLOATS) memcpy(&total, &sum, sizeof(sum));
+struct ShardReduce {
+    uint32_t* values;
+    const uint32_t* all;
+    int world, n;
+    ShardReduction how;
+
+    __host__ __device__ void at(int64_t i) const {
+        uint32_t total = all[i];
+        for (int r = 1; r < world; r++) {
+            const uint32_t other = all[(int64_t)r * n + i];
+            float sum, term;
+            memcpy(&sum, &total, sizeof(sum)), memcpy(&term, &other, sizeof(term));
+            sum += term;
+            if (how == SHARD_MAX) total = other > total ? other : total;
+            if (how == SHARD_SUM) total += other;
+            if (how == SHARD_SUM_FLOATS) memcpy(&total, &sum, sizeof(sum));
+        }
+        values[i] = total;
     }
-    return total;
-}
+};
 
 // Writes this rank's flags. With bad data the loss is NaN, so that the step changes nothing.
-__host__ __device__ inline void shard_put_flags(float* scalars, float stop, float save, float bad) {
-    scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
-    if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
-}
+struct ShardFlags {
+    float *scalars, stop, save, bad;
+
+    __host__ __device__ void at(int64_t) const {
+        scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
+        if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
+    }
+};
 
 #ifdef __CUDACC__
 // The same on the device. A block of TILE_ELEMENTS / 8 threads takes a tile, 8 elements per thread. All kernels run
@@ -202,18 +214,6 @@ __global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contri
     if (add) shard_load_eight(out, x);
     for (int j = 0; j < 8 && add; j++) sum[j] = x[j] + to_float(from_float<G>(sum[j]));
     shard_store_eight(out, sum);
-}
-
-// Grid 1, block 1.
-__global__ static void shard_flags_kernel(float* scalars, float stop, float save, float bad) {
-    shard_put_flags(scalars, stop, save, bad);
-}
-
-// values: (n); all: (world, n). Grid ceil(n / 256), block 256.
-__global__ static void shard_all_reduce_kernel(uint32_t* values, const uint32_t* all, int world, int n,
-                                               ShardReduction how) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) values[i] = shard_reduced(all, world, n, i, how);
 }
 #endif
 
@@ -434,24 +434,14 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction h
         comm_copy(c, s->incoming + link->rank * bytes, values, bytes);
         comm_exchange(c, link, s->sends, s->receives);
         device_after_comm(c);
-#ifdef __CUDACC__
-        if (c->dev->gpu) {
-            launch_kernel(c->dev, shard_all_reduce_kernel, ceil_div(n, 256), 256, 0, values, all, world, n, how);
-            continue;
-        }
-#endif
-        for (int i = 0; i < n; i++) values[i] = shard_reduced(all, world, n, i, how);
+        for_each(c->dev, ShardReduce{values, all, world, n, how}, n);
     }
 }
 
 // Makes all ranks agree on the step's loss, the sum of their shares, and on the flags.
 inline void shard_agree(Shard* s, float* scalars) {
     if (!s) return;
-    const float* flag = s->flags;
-#ifdef __CUDACC__
-    if (s->comm.dev->gpu) launch_kernel(s->comm.dev, shard_flags_kernel, 1, 1, 0, scalars, flag[0], flag[1], flag[2]);
-#endif
-    if (!s->comm.dev->gpu) shard_put_flags(scalars, flag[0], flag[1], flag[2]);
+    for_each(s->comm.dev, ShardFlags{scalars, s->flags[0], s->flags[1], s->flags[2]}, 1);
     shard_all_reduce(s, (uint32_t*)scalars + SCALAR_LOSS, 1, SHARD_SUM_FLOATS);
     shard_all_reduce(s, (uint32_t*)scalars + SCALAR_STOP, 3, SHARD_MAX);
 }
