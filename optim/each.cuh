@@ -41,7 +41,7 @@ template <int LANES = 32, class Each>
 void for_lanes(const Device* dev, const Each& each, int64_t count) {
     if (count == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) return each_launch(dev, lanes_kernel<LANES, Each>, each, count, LANES);
+    if (dev->gpu) return each_launch(dev->stream, lanes_kernel<LANES, Each>, each, count, LANES);
 #endif
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < count; i++) {
