@@ -13,6 +13,7 @@
 // keep 48 of them busy; the four blocks are a cluster and read each other's shared memory. Otherwise one block has all.
 #pragma once
 #include "attention.cuh"
+#include "each.cuh"
 #ifdef __CUDACC__
 #include <cooperative_groups.h>
 #include "mma.cuh"
@@ -28,18 +29,20 @@ inline int64_t attention_cache_elements(int S, int T, int C) {
     return 2 * (int64_t)S * T * C;
 }
 
-// cache: (2, S, NH, T, HS); qkv: (R, 3, NH, HS)
-inline void attention_append_cpu(float* cache, const float* qkv, const AttentionCache* at, int R, int C, int NH) {
-    const int HS = C / NH;
-    for (int r = 0; r < R; r++) {
-        for (int part = 0; part < 2; part++) {
-            for (int head = 0; head < NH; head++) {
-                const int64_t row = (((int64_t)part * at->S + at->sequence[r]) * NH + head) * at->T + at->position[r];
-                memcpy(cache + row * HS, qkv + ((int64_t)r * 3 + 1 + part) * C + head * HS, HS * sizeof(float));
-            }
-        }
+// Puts the keys and values of qkv: (R, 3, NH, HS) into cache: (2, S, NH, T, HS), element by element.
+template <typename X>
+struct AttentionAppend {
+    X* cache;
+    const X* qkv;
+    AttentionCache to;
+    int C, NH;
+
+    __host__ __device__ void at(int64_t i) const {
+        const int HS = C / NH, r = (int)(i / (2 * C)), part = (int)(i / C % 2), head = (int)(i % C) / HS;
+        const int64_t row = (((int64_t)part * to.S + to.sequence[r]) * NH + head) * to.T + to.position[r];
+        cache[row * HS + i % HS] = qkv[r * 3 * (int64_t)C + C + i % (2 * C)];
     }
-}
+};
 
 // out: (R, C)
 inline void attention_decode_cpu(float* out, const float* qkv, const float* cache, const AttentionCache* at, int R,
@@ -62,19 +65,6 @@ inline void attention_decode_cpu(float* out, const float* qkv, const float* cach
 #ifdef __CUDACC__
 constexpr int ATTENTION_DECODE_THREADS = 256;  // of a part
 constexpr int ATTENTION_DECODE_PARTS = 4;      // of a head and row
-
-// Grid R, block any; HS a multiple of 8.
-template <typename X>
-__global__ void attention_append_kernel(X* cache, const X* qkv, AttentionCache at, int C, int NH) {
-    early_begin();
-    early_wait();
-    const int HS = C / NH, sequence = at.sequence[blockIdx.x], position = at.position[blockIdx.x];
-    for (int i = threadIdx.x * Vec<X>::size; i < 2 * C; i += blockDim.x * Vec<X>::size) {
-        const int part = i / C, head = i % C / HS, d = i % HS;
-        const int64_t row = (((int64_t)part * at.S + sequence) * NH + head) * at.T + position;
-        store_vec(cache + row * HS + d, load_vec(qkv + (int64_t)blockIdx.x * 3 * C + C + i));
-    }
-}
 
 // The largest of the scores that some threads have computed, and the sum of e^(score - largest).
 struct AttentionSeen {
@@ -189,16 +179,9 @@ void attention_decode_launch(const Device* dev, X* out, const X* qkv, X* cache, 
 }
 #endif
 
-// Puts the keys and values of qkv: (R, 3, NH, HS) into cache: (2, S, NH, T, HS).
 template <typename X>
 void attention_append(const Device* dev, X* cache, const X* qkv, const AttentionCache* at, int R, int C, int NH) {
-    if (!dev->gpu) {
-        attention_append_cpu((float*)cache, (const float*)qkv, at, R, C, NH);
-        return;
-    }
-#ifdef __CUDACC__
-    launch_early(dev, attention_append_kernel<X>, R, 256, 1, 0, cache, qkv, *at, C, NH);
-#endif
+    for_each(dev, AttentionAppend<X>{cache, qkv, *at, C, NH}, (int64_t)R * 2 * C);
 }
 
 // out: (R, C). append: each row is of another sequence, and its own key and value are put into the cache; otherwise
@@ -207,7 +190,7 @@ template <typename X>
 void attention_decode(const Device* dev, X* out, const X* qkv, X* cache, const AttentionCache* at, int R, int C, int NH,
                       bool append) {
     if (!dev->gpu) {
-        if (append) attention_append_cpu((float*)cache, (const float*)qkv, at, R, C, NH);
+        if (append) attention_append(dev, cache, qkv, at, R, C, NH);
         attention_decode_cpu((float*)out, (const float*)qkv, (const float*)cache, at, R, C, NH);
         return;
     }

@@ -15,17 +15,14 @@
 #else
 #include "no_cuda.h"
 #endif
-#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include <type_traits>
 
 #include "../data/errors.h"
 #include "../data/memory.h"
-#include "../data/signals.h"
 #include "../data/text.h"
 
 typedef __nv_bfloat16 bf16;
@@ -80,20 +77,6 @@ bool driver_bind(const char* name, Function* function) {
 }
 
 // The device: a GPU, or this machine's cores.
-
-// Restarts the program with OMP_WAIT_POLICY=passive, unless the user has set how OpenMP's threads wait. By default they
-// spin; if another program uses a core, each short loop of the plain C versions then waits for a time slice: a step of
-// the default run on two cores with other work took 473 ms spinning and 33 ms sleeping. libgomp reads the variable
-// before main, so it cannot be set later. Call it first in main.
-inline void openmp_wait_asleep(char** argv) {
-    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
-    setenv("OMP_WAIT_POLICY", "passive", 1);
-    sigset_t handled, before;
-    signals_handled(&handled);
-    sigprocmask(SIG_BLOCK, &handled, &before);  // they wait for the new program's signals_catch
-    execv("/proc/self/exe", argv);              // on failure: go on, only slower
-    sigprocmask(SIG_SETMASK, &before, nullptr);
-}
 
 struct MatmulPlan;
 
@@ -220,28 +203,6 @@ inline void* pinned_alloc(size_t bytes) {
 
 inline void pinned_free(void* pointer) {
     check(cudaFreeHost(pointer));
-}
-
-// Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised. The
-// caller frees it with host_free.
-inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
-    void* pointer = nullptr;
-    bytes = aligned_bytes(bytes);
-    if (bytes == 0) return nullptr;
-    if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
-    if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
-    user_error(
-        "--offload: the system does not pin %.2f GiB of memory for %s; free memory, raise ulimit -l, or leave "
-        "--offload out",
-        (double)bytes / (1 << 30), what);
-}
-
-inline void host_free(const Device* dev, void* pointer) {
-    if (dev->gpu) {
-        check(cudaFreeHost(pointer));
-    } else {
-        free(pointer);
-    }
 }
 
 // Sets each byte to `value`.
@@ -441,16 +402,6 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
 // Such a pair as floats: a shift and a mask.
 __device__ inline float2 pair_floats(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
-// The same in fp16.
-__device__ inline uint32_t pack_half(float low, float high) {
-    __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<uint32_t*>(&pair);
-}
-
-__device__ inline float2 half_floats(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
 // to_float of a vector. It unpacks whole words: if lanes are taken one by one, nvcc first moves most of them to

@@ -7,7 +7,7 @@
 // one below DRAW_COLD, takes the likeliest token. A row with a value that is not finite gives DRAW_NOT_FINITE.
 //
 // The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for that
-// logit uses integers that have the order of the logits: the CPU finds 8 bits per round by counting, the GPU one bit.
+// logit uses integers that have the order of the logits, and finds a bit per round by counting.
 //
 // GPU: a block for each row reads it twice, some vectors a thread at a time. First each thread finds the largest of its
 // logits. The k-th largest of these is not above the k-th largest of all, since k different logits reach it; so only
@@ -50,21 +50,26 @@ __host__ __device__ inline double draw_score(float logit, double temperature, ui
     return (double)logit / temperature - log(-log(u));
 }
 
+// The largest number that at least k keys reach, where count(t) is the number of keys >= t. On a GPU a block calls it
+// with all its threads. constexpr lets kernels call it.
+template <typename Count>
+constexpr uint32_t draw_search(const Count& count, int64_t k) {
+    uint32_t found = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        const uint32_t next = found | 1u << bit;
+        if (count(next) >= k) found = next;
+    }
+    return found;
+}
+
 // The key of the k-th largest of V logits; 0 where all take part.
 inline uint32_t draw_threshold_cpu(const float* logits /*(V)*/, int V, int64_t k) {
-    if (k <= 0 || k >= V) return 0;
-    uint32_t prefix = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        int64_t count[256] = {};
-        for (int v = 0; v < V; v++) {
-            const uint32_t key = draw_key(logits[v]);
-            if (shift == 24 || key >> (shift + 8) == prefix) count[key >> shift & 255]++;
-        }
-        int digit = 255;
-        while (count[digit] < k) k -= count[digit--];
-        prefix = prefix << 8 | (uint32_t)digit;
-    }
-    return prefix;
+    const auto reach = [&](uint32_t t) {
+        int64_t count = 0;
+        for (int v = 0; v < V; v++) count += draw_key(logits[v]) >= t;
+        return count;
+    };
+    return k <= 0 || k >= V ? 0 : draw_search(reach, k);
 }
 
 inline int draw_row_cpu(const float* logits /*(V)*/, int V, const DrawOptions* o, int sample, int place) {
@@ -103,17 +108,6 @@ __device__ inline void draw_walk(const float* row, int V, const Visit& visit) {
             if (v < V) visit(x[i / size].lane[i % size], v);
         }
     }
-}
-
-// The largest number that at least k keys reach, by a block: count(t) of all its threads is the number of keys >= t.
-template <typename Count>
-__device__ inline uint32_t draw_search(const Count& count, int64_t k) {
-    uint32_t found = 0;
-    for (int bit = 31; bit >= 0; bit--) {
-        const uint32_t next = found | 1u << bit;
-        if (count(next) >= k) found = next;
-    }
-    return found;
 }
 
 // The token of this thread among those that may be one of the k likeliest, or -1 if they are fewer than the threads.

@@ -8,6 +8,7 @@
 // scale that they are stored with.
 #pragma once
 #include "common.cuh"
+#include "each.cuh"
 #include "fp8_codes.cuh"
 
 constexpr int FP8_HISTORY = 16;
@@ -81,27 +82,20 @@ __host__ __device__ inline void fp8_slot_event(const Fp8& f, int slot, Fp8Event 
     history[0] = amax;
 }
 
-#ifdef __CUDACC__
-// Grid 1, block 1.
-__global__ static void fp8_rescale_kernel(Fp8 f, int slot, Fp8Type type, float amax) {
-    fp8_set_scale(f, slot, amax < 0.0f ? fp8_magnitude(f.amax[slot]) : amax, type, 0);
-}
+// Sets the scale of a tensor whose values are at most `amax`, or below 0, the magnitude that was found just now.
+struct Fp8Rescale {
+    Fp8 f;
+    int slot;
+    Fp8Type type;
+    float amax;
 
-// Grid ceil(slots / 256), block 256.
-__global__ static void fp8_event_kernel(Fp8 f, Fp8Event event, const float* factor, float* overflow_count) {
-    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (event == FP8_BEGIN && slot == 0) f.amax[f.slots] = 0;
-    if (event == FP8_END && slot == 0) *overflow_count = (float)f.amax[f.slots];
-    if (slot < f.slots && (event != FP8_END || isfinite(*factor))) fp8_slot_event(f, slot, event);
-}
-#endif
+    __host__ __device__ void at(int64_t) const {
+        fp8_set_scale(f, slot, amax < 0.0f ? fp8_magnitude(f.amax[slot]) : amax, type, 0);
+    }
+};
 
-// Sets the scale of a tensor whose values are at most `amax`; by default that is what was found just now.
 inline void fp8_rescale(const Device* dev, const Fp8* f, int slot, Fp8Type type, float amax = -1.0f) {
-    if (!dev->gpu) return fp8_set_scale(*f, slot, amax < 0.0f ? fp8_magnitude(f->amax[slot]) : amax, type, 0);
-#ifdef __CUDACC__
-    launch_kernel(dev, fp8_rescale_kernel, 1, 1, 0, *f, slot, type, amax);
-#endif
+    for_each(dev, Fp8Rescale{*f, slot, type, amax}, 1);
 }
 
 // Sets a scale that is known beforehand, for values of at most `amax`.
@@ -118,18 +112,22 @@ inline int64_t fp8_bytes(int slots) {
 // these scales, powers of two, from the all-reduced amax array. After the update it calls it with END, which changes
 // the history unless `factor` says that the step changed nothing, and sets overflow_count to the number of elements
 // that were too large for their codes.
+struct Fp8SlotEvent {
+    Fp8 f;
+    Fp8Event event;
+    const float* factor;
+    float* overflow_count;
+
+    __host__ __device__ void at(int64_t slot) const {
+        if (event == FP8_BEGIN && slot == 0) f.amax[f.slots] = 0;
+        if (event == FP8_END && slot == 0) *overflow_count = (float)f.amax[f.slots];
+        if (event != FP8_END || isfinite(*factor)) fp8_slot_event(f, (int)slot, event);
+    }
+};
+
 inline void fp8_event(const Device* dev, const Fp8* f, Fp8Event event, const float* factor = nullptr,
                       float* overflow_count = nullptr) {
-    if (!dev->gpu) {
-        if (event == FP8_BEGIN) f->amax[f->slots] = 0;
-        if (event == FP8_END) *overflow_count = (float)f->amax[f->slots];
-        for (int slot = 0; slot < f->slots && (event != FP8_END || isfinite(*factor)); slot++)
-            fp8_slot_event(*f, slot, event);
-        return;
-    }
-#ifdef __CUDACC__
-    launch_kernel(dev, fp8_event_kernel, (unsigned)ceil_div(f->slots, 256), 256, 0, *f, event, factor, overflow_count);
-#endif
+    for_each(dev, Fp8SlotEvent{*f, event, factor, overflow_count}, f->slots);
 }
 
 // The arena calls this before the first micro-batch of a step. `step` does not count skipped steps, so a first step

@@ -43,6 +43,16 @@ inline bool gemm_fits(const Device* dev, int64_t rows, int columns, int shared_b
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// pack_bf16 and pair_floats in fp16.
+__device__ inline uint32_t pack_half(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ inline float2 half_floats(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+
 struct GemmTile {
     int row, column;  // of its first element
     static constexpr int matrix = 0;

@@ -1,5 +1,10 @@
-// This file counts GPUs, says why there is none, makes one for plans, and describes it for the banner.
+// This file counts GPUs, says why there is none, makes one for plans, and describes it for the banner; and it says how
+// the CPU's threads wait.
 #pragma once
+#include <signal.h>
+#include <unistd.h>
+
+#include "../data/signals.h"
 #include "common.cuh"
 
 // Counts the GPUs that this process may use. If CUDA_VISIBLE_DEVICES hides all of them, it does not start the driver,
@@ -74,4 +79,18 @@ inline const char* device_describe(const Device* dev, bool fp32) {
     const char* known = peak > 0 ? text_kept("  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16") : "";
     return text_kept("%s  sm_%d  %d multiprocessors  driver's cuda %d.%d, built with %d.%d%s", dev->name, dev->compute,
                      dev->sm_count, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, known);
+}
+
+// Restarts the program with OMP_WAIT_POLICY=passive, unless the user has set how OpenMP's threads wait. By default they
+// spin; if another program uses a core, each short loop of the plain C versions then waits for a time slice: a step of
+// the default run on two cores with other work took 473 ms spinning and 33 ms sleeping. libgomp reads the variable
+// before main, so it cannot be set later. Call it first in main.
+inline void openmp_wait_asleep(char** argv) {
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    sigset_t handled, before;
+    signals_handled(&handled);
+    sigprocmask(SIG_BLOCK, &handled, &before);  // they wait for the new program's signals_catch
+    execv("/proc/self/exe", argv);              // on failure: go on, only slower
+    sigprocmask(SIG_SETMASK, &before, nullptr);
 }

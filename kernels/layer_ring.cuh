@@ -14,6 +14,28 @@
 #pragma once
 #include "common.cuh"
 
+// Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised. The
+// caller frees it with host_free.
+inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
+    void* pointer = nullptr;
+    bytes = aligned_bytes(bytes);
+    if (bytes == 0) return nullptr;
+    if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
+    if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
+    user_error(
+        "--offload: the system does not pin %.2f GiB of memory for %s; free memory, raise ulimit -l, or leave "
+        "--offload out",
+        (double)bytes / (1 << 30), what);
+}
+
+inline void host_free(const Device* dev, void* pointer) {
+    if (dev->gpu) {
+        check(cudaFreeHost(pointer));
+    } else {
+        free(pointer);
+    }
+}
+
 constexpr int RING_SLOTS = 3;  // at most
 constexpr int64_t RING_NONE = -1;
 

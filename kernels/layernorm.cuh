@@ -11,8 +11,7 @@
 // All of it is memory-bound. Accesses per element of (N, C): forward 2, residual + forward 4, backward 4 (dout, inp,
 // dinp twice).
 //
-// Forward: a warp holds a row in registers, up to 8 vectors per lane; a longer row takes a block, which reads it again
-// from the cache.
+// Forward: a warp holds a row in registers, up to 8 vectors per lane; a longer row takes a block of 16 warps.
 //
 // Backward: a block walks over rows. A thread has the same channels of every row, so its parts of dweight, dbias and
 // dcolumns stay in registers. Rows come through a ring in shared memory: while one is computed, the next is loaded, on
@@ -139,37 +138,44 @@ __device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, V
     return round_vec<X>(x);
 }
 
-// Reads a warp's row of C elements: x = inp1 + inp2, a lane's vectors of it, and the row's mean and rstd. inp2 may be
-// NULL, and so may `residual`, to which x is written where there is an inp2.
-template <typename X, int VECS>
+// Sums over the WARPS warps that hold a row: 1, or the block's.
+template <int WARPS>
+__device__ inline float layernorm_sum(float value) {
+    if constexpr (WARPS > 1) return block_sum(value);
+    return warp_sum(value);
+}
+
+// Reads a row of C elements, which WARPS warps share: x = inp1 + inp2, a thread's vectors of it, and the row's mean and
+// rstd. inp2 may be NULL, and so may `residual`, to which x is written where there is an inp2.
+template <typename X, int VECS, int WARPS = 1>
 __device__ inline void layernorm_row(Vec<X> (&x)[VECS], float* mean, float* rstd, X* residual, const X* inp1,
                                      const X* inp2, int C) {
-    constexpr int size = Vec<X>::size;
-    int lane = threadIdx.x % 32, vecs = C / size;
+    constexpr int size = Vec<X>::size, step = 32 * WARPS;
+    int lane = threadIdx.x % step, vecs = C / size;
 #pragma unroll
     for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) x[v] = load_vec(inp1 + (lane + 32 * v) * size);
+        if (lane + step * v < vecs) x[v] = load_vec(inp1 + (lane + step * v) * size);
     if (inp2) {
         Vec<X> y[VECS];
 #pragma unroll
         for (int v = 0; v < VECS; v++)
-            if (lane + 32 * v < vecs) y[v] = load_vec(inp2 + (lane + 32 * v) * size);
+            if (lane + step * v < vecs) y[v] = load_vec(inp2 + (lane + step * v) * size);
 #pragma unroll
         for (int v = 0; v < VECS; v++) {
-            if (lane + 32 * v >= vecs) continue;
+            if (lane + step * v >= vecs) continue;
             x[v] = layernorm_add(x[v], y[v]);
-            if (residual) store_vec(residual + (lane + 32 * v) * size, x[v]);
+            if (residual) store_vec(residual + (lane + step * v) * size, x[v]);
         }
     }
     float sum = 0.0f, square = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) sum += layernorm_vec_sum(x[v]);
-    *mean = warp_sum(sum) / C;
+        if (lane + step * v < vecs) sum += layernorm_vec_sum(x[v]);
+    *mean = layernorm_sum<WARPS>(sum) / C;
 #pragma unroll
     for (int v = 0; v < VECS; v++)
-        if (lane + 32 * v < vecs) square += layernorm_vec_square(x[v], *mean);
-    *rstd = 1.0f / sqrtf(warp_sum(square) / C + LAYERNORM_EPS);
+        if (lane + step * v < vecs) square += layernorm_vec_square(x[v], *mean);
+    *rstd = 1.0f / sqrtf(layernorm_sum<WARPS>(square) / C + LAYERNORM_EPS);
 }
 
 // A vector of the result: as X to out, or with CODES as codes, of the same rounded values.
@@ -185,68 +191,36 @@ __device__ inline void layernorm_put(X* out, const Fp8Codes& codes, int64_t at, 
     }
 }
 
-// Grid ceil(N / 8), block 256 (a warp per row), C a multiple of 8 and at most 32 * VECS vectors; inp2 may be NULL, and
-// residual is written only when it is not; residual may be inp1. With CODES, N is a multiple of 8. Deterministic.
-template <typename X, int VECS, bool CODES>
-__global__ void __launch_bounds__(256, VECS <= 4   ? 5
-                                       : VECS <= 5 ? 4
-                                                   : 3)
+// WARPS 1: grid ceil(N / 8), block 256 (a warp per row). WARPS 16: grid N, block 512. C a multiple of 8 and at most
+// 32 * WARPS * VECS vectors; inp2 may be NULL, and residual is written only when it is not; residual may be inp1. With
+// CODES, N is a multiple of 8. Deterministic.
+template <typename X, int VECS, bool CODES, int WARPS = 1>
+__global__ void __launch_bounds__(WARPS > 1 ? 512 : 256, WARPS > 1   ? 1
+                                                         : VECS <= 4 ? 5
+                                                         : VECS <= 5 ? 4
+                                                                     : 3)
     layernorm_forward_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1, const X* inp2,
                              const X* weight, const X* bias, int64_t N, int C, Fp8Codes codes) {
-    constexpr int size = Vec<X>::size;
-    int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+    constexpr int size = Vec<X>::size, step = 32 * WARPS;
+    int64_t row = WARPS > 1 ? blockIdx.x : (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
     early_begin();
     early_wait();
     if (!CODES && row >= N) return;
     const float scale = CODES ? *codes.scale : 1.0f;
     Fp8Stats stats = {};
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % step;
     const int64_t base = row * C;
     Vec<X> x[VECS];
     float m, r;
-    layernorm_row<X, VECS>(x, &m, &r, residual + base, inp1 + base, inp2 ? inp2 + base : nullptr, C);
+    layernorm_row<X, VECS, WARPS>(x, &m, &r, residual + base, inp1 + base, inp2 ? inp2 + base : nullptr, C);
 #pragma unroll
     for (int v = 0; v < VECS; v++) {
-        int c = (lane + 32 * v) * size;
+        int c = (lane + step * v) * size;
         if (c >= C) continue;
         const Vec<X> result = layernorm_vec_out(x[v], m, r, load_vec(weight + c), load_vec(bias + c));
         layernorm_put<X, CODES>(out, codes, base + c, result, scale, &stats);
     }
     if (lane == 0) mean[row] = m, rstd[row] = r;
-    if (CODES) publish_block_amax(codes.amax, codes.overflow_count, stats);
-}
-
-// Grid N (a block per row), block a multiple of 32 up to 1024, any C that is a multiple of 8; inp2 may be NULL, and
-// residual is written only when it is not; residual may be inp1. A thread rereads only what it wrote. Deterministic.
-template <typename X, bool CODES>
-__global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                                              const X* inp2, const X* weight, const X* bias, int C, Fp8Codes codes) {
-    constexpr int size = Vec<X>::size;
-    int64_t row = blockIdx.x, base = row * C;
-    int begin = threadIdx.x * size, step = blockDim.x * size;
-    early_begin();
-    early_wait();
-    const float scale = CODES ? *codes.scale : 1.0f;
-    Fp8Stats stats = {};
-    float sum = 0.0f, square = 0.0f;
-    for (int c = begin; c < C; c += step) {
-        Vec<X> x = load_vec(inp1 + base + c);
-        if (inp2) {
-            x = layernorm_add(x, load_vec(inp2 + base + c));
-            store_vec(residual + base + c, x);
-        }
-        sum += layernorm_vec_sum(x);
-    }
-    float m = block_sum(sum) / C;
-    const X* source = inp2 ? residual : inp1;
-    for (int c = begin; c < C; c += step) square += layernorm_vec_square(load_vec(source + base + c), m);
-    float r = 1.0f / sqrtf(block_sum(square) / C + LAYERNORM_EPS);
-    for (int c = begin; c < C; c += step) {
-        Vec<X> x = load_vec(source + base + c);
-        const Vec<X> result = layernorm_vec_out(x, m, r, load_vec(weight + c), load_vec(bias + c));
-        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &stats);
-    }
-    if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
     if (CODES) publish_block_amax(codes.amax, codes.overflow_count, stats);
 }
 
@@ -478,23 +452,20 @@ LayernormShape layernorm_backward_shape(const Device* dev, int C) {
 template <typename X, bool CODES>
 void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
                             const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes& codes) {
-    assert(C % 8 == 0 && (!CODES || N % 8 == 0));
-    int vecs = C / Vec<X>::size;
+    const int lane_vecs = (int)ceil_div(C, 32 * Vec<X>::size);
+    const bool wide = lane_vecs > 8;
+    assert(C % 8 == 0 && (!CODES || N % 8 == 0) && lane_vecs <= 8 * 16);
     if (N == 0) return;
-    if (vecs <= 32 * 8) {
-        // Each number of vectors per lane has its own kernel, since unused registers would keep other warps out.
-        int lane_vecs = (int)ceil_div(vecs, 32);
-        auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3, CODES>
-                      : lane_vecs == 4 ? layernorm_forward_kernel<X, 4, CODES>
-                      : lane_vecs == 5 ? layernorm_forward_kernel<X, 5, CODES>
-                      : lane_vecs <= 7 ? layernorm_forward_kernel<X, 7, CODES>
-                                       : layernorm_forward_kernel<X, 8, CODES>;
-        launch_early(dev, kernel, (unsigned)ceil_div(N, 8), 256, 1, 0, residual, out, mean, rstd, inp1, inp2, weight,
-                     bias, N, C, codes);
-    } else {
-        launch_early(dev, layernorm_forward_long_kernel<X, CODES>, (unsigned)N, 512, 1, 0, residual, out, mean, rstd,
-                     inp1, inp2, weight, bias, C, codes);
-    }
+    // Each number of vectors per lane has its own kernel, since unused registers would keep other warps out.
+    auto kernel = lane_vecs <= 3        ? layernorm_forward_kernel<X, 3, CODES>
+                  : lane_vecs == 4      ? layernorm_forward_kernel<X, 4, CODES>
+                  : lane_vecs == 5      ? layernorm_forward_kernel<X, 5, CODES>
+                  : lane_vecs <= 7      ? layernorm_forward_kernel<X, 7, CODES>
+                  : !wide               ? layernorm_forward_kernel<X, 8, CODES>
+                  : lane_vecs <= 16 * 3 ? layernorm_forward_kernel<X, 3, CODES, 16>
+                                        : layernorm_forward_kernel<X, 8, CODES, 16>;
+    launch_early(dev, kernel, (unsigned)(wide ? N : ceil_div(N, 8)), wide ? 512 : 256, 1, 0, residual, out, mean, rstd,
+                 inp1, inp2, weight, bias, N, C, codes);
 }
 
 #endif

@@ -22,9 +22,6 @@
 #include "matmul_gelu.cuh"
 #endif
 
-// If cuBLASLt has no algorithm for a layer's product, the error tells the user to take this.
-constexpr const char* LINEAR_REMEDY = "--channels and --heads that are multiples of 8";
-
 // out: (N, OC); pre_gelu: (N, OC) or NULL; inp: (N, C); weight: (OC, C); bias: (OC) or NULL
 inline void matmul_forward_cpu(float* out, float* pre_gelu, const float* inp, const float* weight, const float* bias,
                                int64_t N, int C, int OC) {
@@ -120,7 +117,7 @@ void matmul_forward(const Device* dev, D* out, X* pre_gelu, const X* inp, const 
     }
     MatmulPointers pointers = {weight, inp, pre_gelu ? (void*)pre_gelu : out, bias, nullptr};
     if (!matmul_launch<X, D>(dev, &pointers, CUBLAS_OP_T, CUBLAS_OP_N, OC, N, C, plain, false))
-        matmul_unsupported(N, OC, C, LINEAR_REMEDY);
+        matmul_unsupported(N, OC, C);
     if (pre_gelu) gelu_forward(dev, (X*)out, pre_gelu, N * OC);
 #endif
 }
@@ -128,8 +125,7 @@ void matmul_forward(const Device* dev, D* out, X* pre_gelu, const X* inp, const 
 // dinp: (N, C) = dout W. dout: (N, OC); weight: (OC, C)
 template <typename X>
 void matmul_backward_input(const Device* dev, X* dinp, const X* dout, const X* weight, int64_t N, int C, int OC) {
-    MatmulProduct p = product_of(N, C, OC, false, false);
-    p.remedy = LINEAR_REMEDY;
+    const MatmulProduct p = product_of(N, C, OC, false, false);
     matmul_product<X, X>(dev, &p, dinp, dout, weight, nullptr);
 }
 
@@ -139,7 +135,7 @@ template <typename X, typename G>
 void matmul_backward_weight(const Device* dev, G* dweight, const X* dout, const X* inp, int64_t N, int C, int OC,
                             bool accumulate) {
     MatmulProduct p = product_of(OC, C, N, true, false);
-    p.beta = accumulate ? 1.0f : 0.0f, p.remedy = LINEAR_REMEDY;
+    p.beta = accumulate ? 1.0f : 0.0f;
     matmul_product<X, G>(dev, &p, dweight, dout, inp, dweight);
 }
 

@@ -330,9 +330,11 @@ inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const Mat
     return true;
 }
 
-[[noreturn]] inline void matmul_unsupported(int64_t rows, int64_t cols, int64_t depth, const char* remedy) {
-    user_error("cuBLASLt has no algorithm for a product of %lld x %lld and %lld x %lld; take %s", (long long)rows,
-               (long long)depth, (long long)depth, (long long)cols, remedy);
+[[noreturn]] inline void matmul_unsupported(int64_t rows, int64_t cols, int64_t depth) {
+    user_error(
+        "cuBLASLt has no algorithm for a product of %lld x %lld and %lld x %lld; take --channels and --heads that are "
+        "multiples of 8, or another --rule",
+        (long long)rows, (long long)depth, (long long)depth, (long long)cols);
 }
 
 // Launches d = op(a) op(b) (+ d when accumulating) with the epilogue; false when cuBLASLt has no algorithm for it.

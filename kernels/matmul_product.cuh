@@ -22,7 +22,6 @@ struct MatmulProduct {
     bool symmetric = false;  // d is symmetric; matmul_product computes all of it nevertheless
     bool alone = false;      // one matrix, never more: thread blocks may share its depth
     float* parts = nullptr;  // of fp32 on a GPU: device memory for a and b, for the products described below
-    const char* remedy = "another --rule";  // what the user can take if cuBLASLt has no algorithm
 };
 
 // Returns a product of one matrix, neither scaled nor added to anything.
@@ -73,8 +72,7 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
     }
     MatmulPointers pointers = {b, a, d, nullptr, nullptr};
     pointers.c = p->beta != 0.0f ? c : nullptr, pointers.alpha = p->alpha, pointers.batch = (int32_t)p->batch;
-    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta))
-        matmul_unsupported(p->rows, p->cols, p->depth, p->remedy);
+    if (!matmul_launch_shape(dev, &shape, &pointers, p->beta)) matmul_unsupported(p->rows, p->cols, p->depth);
 }
 
 // to = x rounded to TF32 or, with `rest`, what that leaves of x, rounded to TF32. Grid any, block 256.

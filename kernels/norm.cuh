@@ -20,6 +20,7 @@
 #include <assert.h>
 
 #include "common.cuh"
+#include "each.cuh"
 #include "tile.h"
 
 enum ClipBy { CLIP_STEP, CLIP_LAST, CLIP_TENSOR };
@@ -66,20 +67,25 @@ __host__ __device__ inline void part_norm_result(const PartClip& c, const double
 // The end of a step: scalars[1], the norm of all parts that were stepped, and scalars[2], 1 or, if nothing changed,
 // NaN, as norm_of_tiles leaves them; *left_alone, the number of parts that were not stepped; and *last for the next
 // step. scalars[0] is the loss; square: (parts).
-__host__ __device__ inline void part_norm_end(float* scalars, float* left_alone, float* last, const double* square,
-                                              int parts) {
-    double sum = 0.0;
-    int stepped = 0;
-    for (int p = 0; p < parts; p++) {
-        if (!isfinite(square[p])) continue;
-        sum += square[p];
-        stepped++;
+struct PartNormEnd {
+    float *scalars, *left_alone, *last;
+    const double* square;
+    int parts;
+
+    __host__ __device__ void at(int64_t) const {
+        double sum = 0.0;
+        int stepped = 0;
+        for (int p = 0; p < parts; p++) {
+            if (!isfinite(square[p])) continue;
+            sum += square[p];
+            stepped++;
+        }
+        scalars[1] = stepped ? (float)sqrt(sum) : NAN;
+        scalars[2] = stepped ? 1.0f : NAN;
+        *left_alone = (float)(parts - stepped);
+        if (stepped) *last = scalars[1];
     }
-    scalars[1] = stepped ? (float)sqrt(sum) : NAN;
-    scalars[2] = stepped ? 1.0f : NAN;
-    *left_alone = (float)(parts - stepped);
-    if (stepped) *last = scalars[1];
-}
+};
 
 inline void tile_squares_cpu(double* square, const float* grads, int64_t tiles) {
 #pragma omp parallel for schedule(static)
@@ -137,12 +143,6 @@ __global__ static void __launch_bounds__(NORM_THREADS)
     for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares(square + tiles.first[t], tiles.tiles[t]);
     if (threadIdx.x == 0) part_norm_result(c, sum, tiles.count);
 }
-
-// Grid 1, block 1.
-__global__ static void part_norm_end_kernel(float* scalars, float* left_alone, float* last, const double* square,
-                                            int parts) {
-    part_norm_end(scalars, left_alone, last, square, parts);
-}
 #endif
 
 // square: (tiles) device memory; grads: (tiles, TILE_ELEMENTS)
@@ -172,12 +172,4 @@ inline void part_norm(const Device* dev, const PartClip& clip, const double* squ
 inline void norm_of_tiles(const Device* dev, float* norm, const double* square, int64_t tiles, float clip,
                           const float* loss) {
     part_norm(dev, {CLIP_STEP, clip, loss, nullptr, nullptr, norm + 1, norm}, square, {{0}, {tiles}, 1});
-}
-
-inline void part_norm_finish(const Device* dev, float* scalars, float* left_alone, float* last, const double* square,
-                             int parts) {
-#ifdef __CUDACC__
-    if (dev->gpu) return launch_kernel(dev, part_norm_end_kernel, 1, 1, 0, scalars, left_alone, last, square, parts);
-#endif
-    part_norm_end(scalars, left_alone, last, square, parts);
 }

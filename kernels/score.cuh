@@ -6,6 +6,7 @@
 #pragma once
 #include "classifier.cuh"
 #include "common.cuh"
+#include "each.cuh"
 #include "matmul.cuh"
 
 inline void score_cpu(float* losses, int* likeliest, const float* logits, const int* targets, int64_t R, int V,
@@ -22,14 +23,6 @@ inline void score_cpu(float* losses, int* likeliest, const float* logits, const 
 }
 
 #ifdef __CUDACC__
-// Grid R, block any. A row is C elements, a multiple of 8.
-template <typename X>
-__global__ void gather_rows_kernel(X* out, const X* inp, const int* places, int C) {
-    const X* row = inp + (int64_t)places[blockIdx.x] * C;
-    for (int c = threadIdx.x * Vec<X>::size; c < C; c += blockDim.x * Vec<X>::size)
-        store_vec(out + (int64_t)blockIdx.x * C + c, load_vec(row + c));
-}
-
 // Grid R, block CLASSIFIER_THREADS. Counts the tokens that beat the target: larger, or equal and before it.
 __global__ static void __launch_bounds__(CLASSIFIER_THREADS)
     likeliest_kernel(int* likeliest, const float* logits, const int* targets, int V, int Vp) {
@@ -45,15 +38,14 @@ __global__ static void __launch_bounds__(CLASSIFIER_THREADS)
 
 // out: (R, C) = the rows inp[places[r]] of inp: (N, C)
 template <typename X>
-void gather_rows(const Device* dev, X* out, const X* inp, const int* places, int64_t R, int C) {
-    if (!dev->gpu) {
-        for (int64_t r = 0; r < R; r++) memcpy(out + r * C, inp + (int64_t)places[r] * C, C * sizeof(X));
-        return;
-    }
-#ifdef __CUDACC__
-    launch_kernel(dev, gather_rows_kernel<X>, (unsigned)R, 128, 0, out, inp, places, C);
-#endif
-}
+struct GatherRows {
+    X* out;
+    const X* inp;
+    const int* places;
+    int C;
+
+    __host__ __device__ void at(int64_t i) const { out[i] = inp[(int64_t)places[i / C] * C + i % C]; }
+};
 
 // losses, likeliest, targets: (R); logits: (R, Vp)
 inline void score(const Device* dev, float* losses, int* likeliest, float* logits, const int* targets, int64_t R, int V,
@@ -87,7 +79,7 @@ void score_places(const Device* dev, float* losses, int* likeliest, const X* inp
         device_zero(dev, room->targets, rows * (int64_t)sizeof(int));
         copy_to_device(dev, room->places, places + i, bytes);
         copy_to_device(dev, room->targets, targets + i, bytes);
-        gather_rows<X>(dev, room->gathered, inp, room->places, rows, C);
+        for_each(dev, GatherRows<X>{room->gathered, inp, room->places, C}, rows * C);
         matmul_forward<X>(dev, room->logits, nullptr, room->gathered, wte, nullptr, rows, C, Vp);
         score(dev, room->losses, room->likeliest, room->logits, room->targets, rows, V, Vp);
         copy_to_host(dev, losses + i, room->losses, bytes);

@@ -1,6 +1,7 @@
 // Implements optim.h but for the step (step.cu): the arrays of an optimizer by its plan (plan.h), the tile table, and
 // the kernels, which NVRTC compiles in optim_create. Bytes a parameter: those of the storages' STREAM, and 32 bytes of
 // tile table every 2048 elements.
+#include "../kernels/layer_ring.cuh"
 #include "made.h"
 
 #include <assert.h>

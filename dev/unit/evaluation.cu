@@ -247,7 +247,7 @@ void gather_case(Test* test, const Device* dev) {
     Room room(dev);
     X rounded[N * C], *out = room.device<X>(4 * C);
     for (int i = 0; i < N * C; i++) rounded[i] = from_float<X>(test_uniform(8, i));
-    gather_rows(dev, out, room.to_device(rounded, N * C), room.to_device(places, 4), 4, C);
+    for_each(dev, GatherRows<X>{out, room.to_device(rounded, N * C), room.to_device(places, 4), C}, 4 * C);
     const X* got = room.to_host(out, 4 * C);
     for (int r = 0; r < 4; r++) expect(memcmp(got + r * C, rounded + places[r] * C, C * sizeof(X)) == 0, "row %d", r);
 }

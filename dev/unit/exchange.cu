@@ -37,14 +37,15 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
     G *typed = room.host<G>(world * n), *sum = room.host<G>(n), *got = room.host<G>(n);
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 20 + r);
     for (int64_t i = 0; i < world * n; i++) typed[i] = from_float<G>(grads[i]), grads[i] = to_float(typed[i]);
+    const Device cpu = {};
     Contributions c = {(const char*)(typed + n), (const char*)typed, TILES * tile_bytes, tile_bytes, 1, world};
 
     G *d_grads = room.to_device(typed, world * n), *d_sum = room.device<G>(n);
     Contributions d = c;
     d.mine = (const char*)(d_grads + n), d.others = (const char*)d_grads;
     for (bool add : {false, true}) {
-        shard_sum<G>(dev, dev->stream, d_sum, d, TILES, add);
-        shard_sum_cpu<G>(sum, c, TILES, add);
+        for_each(dev, ShardSum<G>{d_sum, d, add}, TILES * ShardSum<G>::vecs);
+        for_each(&cpu, ShardSum<G>{sum, c, add}, TILES * ShardSum<G>::vecs);
         copy_to_host(dev, got, d_sum, n * sizeof(G));
         expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise, add %d", what, add);
     }

@@ -123,7 +123,7 @@ static void check_end(Test* test, const Device* dev) {
         float host[5] = {1, 0, 0, 0, 7};  // scalars, left alone, last
         copy_to_device(dev, values, host, sizeof(host));
         copy_to_device(dev, square, row.square, sizeof(row.square));
-        part_norm_finish(dev, values, values + 3, values + 4, square, 3);
+        for_each(dev, PartNormEnd{values, values + 3, values + 4, square, 3}, 1);
         copy_to_host(dev, host, values, sizeof(host));
         const float want[5] = {1, row.norm, row.factor, row.left, row.last};
         for (int i = 0; i < 5; i++) {

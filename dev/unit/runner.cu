@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 
 #include "../../data/clock.h"
+#include "../../kernels/gpus.cuh"
 #include "apart.h"
 #include "files.h"
 

@@ -418,7 +418,8 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     const AttentionCache host = {S, T, sequences, positions}, device = {S, T, sequence, position};
     float *want_cache = room.copy(cache.host, n), *before = room.copy(cache.host, n);
     float* want = room.host<float>((int64_t)R * C);
-    attention_append_cpu(want_cache, qkv.host, &host, R, C, NH);
+    const Device cpu = {};
+    attention_append(&cpu, want_cache, qkv.host, &host, R, C, NH);
     attention_decode_cpu(want, qkv.host, want_cache, &host, R, C, NH);
     check_output(test, worst, "cache", &cache, before, want_cache, 1e-30,
                  [&] { attention_append(dev, cache.device, qkv.device, &device, R, C, NH); });
@@ -429,7 +430,7 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     const int apart = 3;
     Array<X> outputs(dev, (int64_t)apart * C);
     float* appended = room.copy(before, n);
-    attention_append_cpu(appended, qkv.host, &host, apart, C, NH);
+    attention_append(&cpu, appended, qkv.host, &host, apart, C, NH);
     const auto run = [&] {
         attention_decode(dev, outputs.device, qkv.device, cache.device, &device, apart, C, NH, true);
     };

@@ -9,14 +9,11 @@
 // Exchanges run on a stream of their own, beside the device's. Both transports only move bytes, so no result depends on
 // which one is used, or on what NCCL chooses. All pieces are in flight at the same time.
 //
-// Without GPUs, ranks of one machine exchange through shared memory, a stand-in for the tests (NIBBLE_STAND_IN=1),
-// synchronous and slow.
+// Without GPUs, ranks exchange over the messages of launch.h, a stand-in for the tests (NIBBLE_STAND_IN=1), synchronous
+// and slow.
 #pragma once
 #include <assert.h>
 #include <dlfcn.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/mman.h>
 
 #include "../../data/files.h"
 #include "../common.cuh"
@@ -53,8 +50,6 @@ struct NcclLibrary {
     const char* (*last_error)(ncclComm_t);
 };
 
-struct StandIn;
-
 // Ranks that exchange.
 struct Link {
     int rank, world;    // this rank's number in the link; 0 of 1: it has nothing to exchange there
@@ -77,7 +72,6 @@ struct Comm {
     ncclComm_t communicator;
     int64_t bytes;  // of device memory that the transport uses
     double rate;    // bytes per second that the slowest rank sends on the slowest link; 0 on the CPU
-    StandIn* stand_in;
 };
 
 inline int link_rank(const Link* link, int member) {
@@ -143,69 +137,30 @@ inline void nccl_open(NcclLibrary* nccl) {
     }
 }
 
-// The stand-in: shared memory with a slot for each rank, divided among the receivers.
-
-constexpr int64_t STAND_IN_SLOT = 1 << 17;
-
-struct StandIn {
-    pthread_barrier_t barrier;  // if a rank ends while others wait here, the watch of launch.h ends them
-    int64_t rounds[64];
-    alignas(64) char slot[];  // (world, STAND_IN_SLOT)
-};
+// The stand-in: the host's messages.
 
 inline bool stand_in_asked() {
     const char* asked = getenv("NIBBLE_STAND_IN");
     return asked && strcmp(asked, "1") == 0;
 }
 
-inline StandIn* stand_in_open(const Launch* launch) {
-    char name[64];
-    int64_t bytes = (int64_t)sizeof(StandIn) + launch->world * STAND_IN_SLOT;
-    if (launch->world > 64) user_error("the stand-in for NCCL has room for 64 ranks, not %d", launch->world);
-    bool first = launch->rank == 0;
-    int file = first ? memfd_create("nibble", MFD_CLOEXEC) : -1;  // it has no name that could outlive the ranks
-    if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
-    snprintf(name, sizeof(name), "/proc/%d/fd/%d", (int)getpid(), file);
-    launch_broadcast(launch, name, sizeof(name));
-    name[sizeof(name) - 1] = 0;
-    if (!first) file = open(name, O_RDWR | O_CLOEXEC);
-    void* map = file < 0 ? MAP_FAILED : mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (map == MAP_FAILED) user_error("no shared memory for the stand-in for NCCL; it takes ranks of one machine");
-    launch_any(launch, false);
-    close(file);
-    StandIn* shared = (StandIn*)map;
-    if (first) {
-        pthread_barrierattr_t processes;
-        pthread_barrierattr_init(&processes);
-        pthread_barrierattr_setpshared(&processes, PTHREAD_PROCESS_SHARED);
-        pthread_barrier_init(&shared->barrier, &processes, (unsigned)launch->world);
-    }
-    launch_any(launch, false);
-    return shared;
-}
-
+// Sends every rank's pieces for its link to all ranks, which take what is theirs. All pieces get as much room as the
+// largest.
 inline void stand_in_exchange(const Comm* comm, const Link* link, const CommPiece* sends, const CommPiece* receives) {
-    StandIn* shared = comm->stand_in;
-    int64_t share = STAND_IN_SLOT / link->world / 64 * 64, max = 0, rounds = 0;
-    for (int r = 0; r < link->world; r++) max = sends[r].bytes > max && r != link->rank ? sends[r].bytes : max;
-    shared->rounds[comm->rank] = ceil_div(max, share);
-    pthread_barrier_wait(&shared->barrier);
-    for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
-    for (int64_t round = 0; round < rounds; round++) {
-        for (bool takes : {false, true}) {
-            for (int r = 0; r < link->world; r++) {
-                const CommPiece* piece = takes ? &receives[r] : &sends[r];
-                const int64_t left = piece->bytes - round * share, part = left < share ? left : share;
-                if (r == link->rank || part <= 0) continue;
-                const int from = takes ? link_rank(link, r) : comm->rank, to = takes ? link->rank : r;
-                char *slot = shared->slot + from * STAND_IN_SLOT + to * share,
-                     *data = (char*)piece->data + round * share;
-                memcpy(takes ? data : slot, takes ? slot : data, (size_t)part);
-            }
-            pthread_barrier_wait(&shared->barrier);
-        }
+    double most = 0;
+    for (int r = 0; r < link->world; r++) most = fmax(most, r == link->rank ? 0 : (double)sends[r].bytes);
+    launch_all_reduce(comm->launch, &most, 1, LAUNCH_MAX);
+    const int64_t room = (int64_t)most, bytes = link->world * room;
+    char *own = (char*)memory_zero((size_t)bytes + 1, 1), *all = (char*)memory_take((size_t)(comm->world * bytes) + 1);
+    for (int r = 0; r < link->world; r++) {
+        if (r != link->rank) memcpy(own + r * room, sends[r].data, (size_t)sends[r].bytes);
     }
-    pthread_barrier_wait(&shared->barrier);
+    launch_gather(comm->launch, own, bytes, all);
+    for (int r = 0; r < link->world; r++) {
+        const char* from = all + link_rank(link, r) * bytes + link->rank * room;
+        if (r != link->rank) memcpy(receives[r].data, from, (size_t)receives[r].bytes);
+    }
+    free(own), free(all);
 }
 
 // The DMA copy engines.
@@ -262,10 +217,7 @@ inline void peers_exchange(const Comm* comm, const Link* link, const CommPiece* 
 // The transport.
 
 inline void comm_close(Comm* comm) {
-    if (comm->stand_in) {
-        munmap(comm->stand_in, sizeof(StandIn) + (size_t)(comm->world * STAND_IN_SLOT));
-        return;
-    }
+    if (!comm->dev->gpu) return;
     check(cudaDeviceSynchronize());
     launch_any(comm->launch, false);
     if (comm->peers) peers_close(comm->peers, comm->launch);
@@ -277,23 +229,23 @@ inline void comm_close(Comm* comm) {
 // "NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
 inline const char* comm_describe(const Comm* comm) {
     int version = 0;
-    const char* how = comm->stand_in ? "shared memory, a stand-in for tests" : comm->peers ? "by DMA copy engines" : "";
+    const char* how = !comm->dev->gpu ? "messages, a stand-in for tests" : comm->peers ? "by DMA copy engines" : "";
     if (comm->communicator) {
         check(nccl_status(comm, comm->nccl.get_version(&version)));
         how = text_format("%s%sNCCL %d.%d.%d", how, *how ? " and " : "", version / 10000, version / 100 % 100,
                           version % 100);
     }
     if (comm->net.world > 1) how = text_format("%d nodes, %s", comm->net.world, how);
-    return comm->stand_in ? how : text_format("%s, %.0f GB/s each way", how, 1e-9 * comm->rate);
+    return !comm->dev->gpu ? how : text_format("%s, %.0f GB/s each way", how, 1e-9 * comm->rate);
 }
 
 // Makes the comm's stream wait for the device's stream; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
-    if (!comm->stand_in) stream_after(comm->stream, comm->dev->stream, comm->event);
+    if (comm->dev->gpu) stream_after(comm->stream, comm->dev->stream, comm->event);
 }
 
 inline void device_after_comm(const Comm* comm) {
-    if (!comm->stand_in) stream_after(comm->dev->stream, comm->stream, comm->event);
+    if (comm->dev->gpu) stream_after(comm->dev->stream, comm->stream, comm->event);
 }
 
 // Sends sends[r] to member r of a link and receives receives[r] from it; the rank's own entries are ignored. What r
@@ -304,7 +256,7 @@ inline void device_after_comm(const Comm* comm) {
 inline void comm_exchange(Comm* comm, Link* link, const CommPiece* sends, CommPiece* receives, bool in_place = false) {
     if (link->world == 1) return;
     for (int r = 0; r < link->world; r++) link->sent += r == link->rank ? 0 : sends[r].bytes;
-    if (comm->stand_in) return stand_in_exchange(comm, link, sends, receives);
+    if (!comm->dev->gpu) return stand_in_exchange(comm, link, sends, receives);
     if (link_copies(comm, link)) return peers_exchange(comm, link, sends, receives, in_place);
     check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < link->world; i++) {
@@ -333,7 +285,7 @@ inline void comm_release(const Comm* comm, const Link* link, const CommPiece* re
 // Begins or ends a group of exchanges on a link, which NCCL launches at once; other transports ignore it, and so does a
 // link of one rank.
 inline void comm_group(const Comm* comm, const Link* link, bool begin) {
-    if (!comm->stand_in && link->world > 1 && !link_copies(comm, link))
+    if (comm->dev->gpu && link->world > 1 && !link_copies(comm, link))
         check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 
@@ -427,10 +379,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
     watchdog_arm(launch, "connecting; NCCL_DEBUG=INFO says more", patience);
     comm_link(comm, comm_nodes(launch));
-    if (!dev->gpu) {
-        comm->stand_in = stand_in_open(launch);
-        return comm_try(comm, patience);
-    }
+    if (!dev->gpu) return comm_try(comm, patience);
     int64_t before = memory_used(dev);
     comm->peers = peers_open(launch, &comm->node, dev->stream);
     if (!comm->peers || comm->net.world > 1) nccl_join(comm);

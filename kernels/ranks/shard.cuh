@@ -34,6 +34,7 @@
 #pragma once
 #include <assert.h>
 
+#include "../each.cuh"
 #include "../layer_ring.cuh"
 #include "../norm.cuh"
 #include "../tile.h"
@@ -125,106 +126,65 @@ __host__ __device__ inline const char* contribution(const Contributions& c, int 
     return (r == c.rank ? c.mine : c.others ? c.others + r * c.stride : c.from[r]) + tile * c.tile_bytes;
 }
 
-// Writes the sums of a slice to out (tiles); `add`: adds the rounded sums to it.
+// Writes the sums of a slice, a vector at a time, to out (tiles), which may be where this rank's contribution lies;
+// `add`: adds the rounded sums to it. On a GPU it runs near the speed of a copy.
 template <typename G>
-void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
-#pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        for (int i = 0; i < TILE_ELEMENTS; i++) {
-            float sum = 0.0f;
-            for (int r = 0; r < c.world; r++) sum += to_float(((const G*)contribution(c, r, tile))[i]);
-            G* to = &out[tile * TILE_ELEMENTS + i];
-            *to = from_float<G>(add ? to_float(*to) + to_float(from_float<G>(sum)) : sum);
+struct ShardSum {
+    G* out;
+    Contributions c;
+    bool add;
+    static constexpr int size = Vec<G>::size, vecs = TILE_ELEMENTS / size;  // of a tile
+
+    __host__ __device__ void at(int64_t i) const {
+        float sum[size] = {};
+        for (int r = 0; r < c.world; r++) {
+            const Vec<G> part = ((const Vec<G>*)contribution(c, r, i / vecs))[i % vecs];
+            for (int j = 0; j < size; j++) sum[j] += to_float(part.lane[j]);
         }
+        Vec<G>* to = (Vec<G>*)out + i;
+        Vec<G> result = {};
+        if (add) result = *to;
+        for (int j = 0; j < size; j++) {
+            result.lane[j] = from_float<G>(add ? to_float(result.lane[j]) + to_float(from_float<G>(sum[j])) : sum[j]);
+        }
+        *to = result;
     }
-}
+};
 
 // Reduces value i of all ranks' values, all (world, n), in the order of the ranks: the maximum or the sum of integers,
 // or the sum of floats. Floats that are not negative have the order of their bits.
 enum ShardReduction { SHARD_MAX, SHARD_SUM, SHARD_SUM_FLOATS };
 
-__host__ __device__ inline uint32_t shard_reduced(const uint32_t* all, int world, int n, int i, ShardReduction how) {
-    uint32_t total = all[i];
-    for (int r = 1; r < world; r++) {
-        const uint32_t other = all[(int64_t)r * n + i];
-        float sum, term;
-        memcpy(&sum, &total, sizeof(sum)), memcpy(&term, &other, sizeof(term));
-        sum += term;
-        if (how == SHARD_MAX) total = other > total ? other : total;
-        if (how == SHARD_SUM) total += other;
-        if (how == SHARD_SUM_FLOATS) memcpy(&total, &sum, sizeof(sum));
+struct ShardReduce {
+    uint32_t* values;
+    const uint32_t* all;
+    int world, n;
+    ShardReduction how;
+
+    __host__ __device__ void at(int64_t i) const {
+        uint32_t total = all[i];
+        for (int r = 1; r < world; r++) {
+            const uint32_t other = all[(int64_t)r * n + i];
+            float sum, term;
+            memcpy(&sum, &total, sizeof(sum)), memcpy(&term, &other, sizeof(term));
+            sum += term;
+            if (how == SHARD_MAX) total = other > total ? other : total;
+            if (how == SHARD_SUM) total += other;
+            if (how == SHARD_SUM_FLOATS) memcpy(&total, &sum, sizeof(sum));
+        }
+        values[i] = total;
     }
-    return total;
-}
+};
 
 // Writes this rank's flags. With bad data the loss is NaN, so that the step changes nothing.
-__host__ __device__ inline void shard_put_flags(float* scalars, float stop, float save, float bad) {
-    scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
-    if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
-}
+struct ShardFlags {
+    float *scalars, stop, save, bad;
 
-#ifdef __CUDACC__
-// The same on the device. A block of TILE_ELEMENTS / 8 threads takes a tile, 8 elements per thread. All kernels run
-// near the speed of a copy and are deterministic.
-
-constexpr int SHARD_THREADS = TILE_ELEMENTS / 8;
-
-// The 8 elements of a thread.
-template <typename G>
-__device__ inline void shard_load_eight(const G* tile, float x[8]) {
-    constexpr int size = Vec<G>::size;
-    for (int v = 0; v < 8 / size; v++) {
-        const Vec<G> part = load_vec(tile + threadIdx.x * 8 + v * size);
-        for (int j = 0; j < size; j++) x[v * size + j] = to_float(part.lane[j]);
+    __host__ __device__ void at(int64_t) const {
+        scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
+        if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
     }
-}
-
-template <typename G>
-__device__ inline void shard_store_eight(G* tile, const float x[8]) {
-    constexpr int size = Vec<G>::size;
-    for (int v = 0; v < 8 / size; v++) {
-        Vec<G> part;
-        for (int j = 0; j < size; j++) part.lane[j] = from_float<G>(x[v * size + j]);
-        store_vec(tile + threadIdx.x * 8 + v * size, part);
-    }
-}
-
-// Grid: tiles of the slice; block SHARD_THREADS. `out` may be where this rank's contribution lies.
-template <typename G>
-__global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contributions c, bool add) {
-    float sum[8] = {}, x[8];
-    out += (int64_t)blockIdx.x * TILE_ELEMENTS;
-#pragma unroll 4
-    for (int r = 0; r < c.world; r++) {
-        shard_load_eight((const G*)contribution(c, r, blockIdx.x), x);
-        for (int j = 0; j < 8; j++) sum[j] += x[j];
-    }
-    if (add) shard_load_eight(out, x);
-    for (int j = 0; j < 8 && add; j++) sum[j] = x[j] + to_float(from_float<G>(sum[j]));
-    shard_store_eight(out, sum);
-}
-
-// Grid 1, block 1.
-__global__ static void shard_flags_kernel(float* scalars, float stop, float save, float bad) {
-    shard_put_flags(scalars, stop, save, bad);
-}
-
-// values: (n); all: (world, n). Grid ceil(n / 256), block 256.
-__global__ static void shard_all_reduce_kernel(uint32_t* values, const uint32_t* all, int world, int n,
-                                               ShardReduction how) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) values[i] = shard_reduced(all, world, n, i, how);
-}
-#endif
-
-template <typename G>
-void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles, bool add) {
-    if (tiles == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) return launch_on(stream, shard_sum_kernel<G>, tiles, SHARD_THREADS, 0, out, c, add);
-#endif
-    shard_sum_cpu<G>(out, c, tiles, add);
-}
+};
 
 // Slices and memory.
 
@@ -358,7 +318,7 @@ void shard_sum_pieces(Shard* s, Link* link, int bucket, int64_t i) {
     Contributions c = {mine, many ? s->incoming : nullptr, stride, bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     G* to = (G*)(splits && own.tiles > 0 ? shard_own_at(s, s->sums, own, bytes) : mine);
-    shard_sum<G>(s->comm.dev, s->comm.stream, to, c, own.tiles, splits && !s->first);
+    for_each(s->comm.dev, s->comm.stream, ShardSum<G>{to, c, splits && !s->first}, own.tiles * ShardSum<G>::vecs);
     if (ends && s->last) tile_squares<G>(s->comm.dev, s->comm.stream, s->squares + own.tile, to, own.tiles);
     comm_release(&s->comm, link, receives);
 }
@@ -386,7 +346,7 @@ void shard_reduce_now(Shard* s, int bucket) {
     }
     if (s->mode == SHARD_NONE) shard_all_gather(s, bucket, s->grads, TILE_ELEMENTS * (int64_t)sizeof(G));
     if (s->last) shard_all_gather(s, bucket, s->squares, sizeof(double));
-    if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
+    if (s->comm.dev->gpu) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
 // Does the same, but if exchanges wait, layers other than 0 are left to shard_reduce_waiting.
@@ -408,12 +368,12 @@ void shard_reduce_waiting(Shard* s) {
 
 // Makes the device's stream wait for the sums of a bucket.
 inline void shard_summed(const Shard* s, int bucket) {
-    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
+    if (s->comm.dev->gpu) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
 // Makes the device's stream wait until the gradients that a bucket's will overwrite have been reduced.
 inline void shard_grads_free(const Shard* s, int bucket) {
-    if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
+    if (!shard_splits(s, SHARD_GRADS) || !s->comm.dev->gpu) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
@@ -434,24 +394,14 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int n, ShardReduction h
         comm_copy(c, s->incoming + link->rank * bytes, values, bytes);
         comm_exchange(c, link, s->sends, s->receives);
         device_after_comm(c);
-#ifdef __CUDACC__
-        if (c->dev->gpu) {
-            launch_kernel(c->dev, shard_all_reduce_kernel, ceil_div(n, 256), 256, 0, values, all, world, n, how);
-            continue;
-        }
-#endif
-        for (int i = 0; i < n; i++) values[i] = shard_reduced(all, world, n, i, how);
+        for_each(c->dev, ShardReduce{values, all, world, n, how}, n);
     }
 }
 
 // Makes all ranks agree on the step's loss, the sum of their shares, and on the flags.
 inline void shard_agree(Shard* s, float* scalars) {
     if (!s) return;
-    const float* flag = s->flags;
-#ifdef __CUDACC__
-    if (s->comm.dev->gpu) launch_kernel(s->comm.dev, shard_flags_kernel, 1, 1, 0, scalars, flag[0], flag[1], flag[2]);
-#endif
-    if (!s->comm.dev->gpu) shard_put_flags(scalars, flag[0], flag[1], flag[2]);
+    for_each(s->comm.dev, ShardFlags{scalars, s->flags[0], s->flags[1], s->flags[2]}, 1);
     shard_all_reduce(s, (uint32_t*)scalars + SCALAR_LOSS, 1, SHARD_SUM_FLOATS);
     shard_all_reduce(s, (uint32_t*)scalars + SCALAR_STOP, 3, SHARD_MAX);
 }
@@ -476,7 +426,7 @@ inline int64_t shard_min(const Shard* s, int64_t count) {
 // Gathers a bucket's weights on all ranks, on the comm's stream.
 inline void shard_gather(Shard* s, int bucket) {
     shard_all_gather(s, bucket, s->weights, TILE_ELEMENTS * (int64_t)s->weight_bytes, s->kept_weights);
-    if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
+    if (s->comm.dev->gpu) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
 }
 
 // Begins to gather the weights that the optimizer has updated, in the order in which the forward pass needs them.
@@ -499,6 +449,6 @@ inline void shard_prefetch(Shard* s, int layer) {
 inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (!shard_splits(s, SHARD_STATES)) return;
     if (bucket < s->layers) shard_prefetch(s, bucket);
-    if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
+    if (s->comm.dev->gpu) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
     shard_prefetch(s, next);
 }

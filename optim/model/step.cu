@@ -117,7 +117,8 @@ void arena_step(Arena* a) {
     if (!a->stepping) shard_agree(a->shard, scalars);  // also waits for the last sums
     if (a->by_parts) {
         for (int part = 0; part <= part_final(a->layers) && !a->stepping; part++) release_part(a, part);
-        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2);
+        const PartNormEnd end = {scalars, scalars + SCALAR_LEFT, a->last_norm, a->part_square, a->layers + 2};
+        for_each(a->dev, end, 1);
     } else {
         const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
