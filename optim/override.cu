@@ -123,7 +123,7 @@ static bool override_parse(Override* rule, const char* text, char* error) {
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error) {
     *count = 0;
     bool none = false, others = false;
-    for (const char* one; (one = text_word(&text, ';'));) {
+    while (const char* one = text_word(&text, ';')) {
         const char* word = without_spaces(one);
         if (!*word) continue;
         if (*count == OVERRIDES) {
