@@ -8,7 +8,7 @@
 #ifdef __CUDACC__
 // grid: any, block: 256.
 template <class Each>
-__global__ void __launch_bounds__(256) each_kernel(const __grid_constant__ Each each, int64_t count) {
+__global__ void __launch_bounds__(256) each_kernel(Each each, int64_t count) {
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += 256ll * gridDim.x) each.at(i);
 }
 
