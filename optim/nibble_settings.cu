@@ -186,24 +186,20 @@ static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
 }
 
 // Finds the tensors that need owners, because they are read whole or cuts split blocks, and divides them into shares of
-// about equal size. A share is a run of the arena, since a plan keeps one run; a tensor belongs to the share that
-// contains its middle.
+// about equal size, in their order. A tensor belongs to the share that contains its middle.
 static void owners_find(NibbleOptim* optim, const Plan* plan) {
-    const OptimTensor* whole = optim->whole;
-    int64_t all = 0;
+    double all = 0.0, before = 0.0;
     for (int t = 0; t < optim->count; t++) {
         const OptimConfig* config = &launch_of(plan, t)->config;
         const bool owned = config_reads_whole(config) || cuts_split(config, &optim->tensor[t]);
         optim->owner[t] = owned && optim->shares > 0 ? 0 : -1;
-        if (optim->owner[t] >= 0) all += tensor_padded(&whole[t]);
+        if (optim->owner[t] >= 0) all += (double)tensor_padded(&optim->whole[t]);
     }
     for (int t = 0; t < optim->count; t++) {
-        double middle = 0.5 * (double)tensor_padded(&whole[t]);
-        for (int u = 0; u < optim->count && optim->owner[t] >= 0; u++) {
-            const bool before = optim->owner[u] >= 0 && whole[u].offset < whole[t].offset;
-            middle += before ? (double)tensor_padded(&whole[u]) : 0.0;
-        }
-        if (optim->owner[t] >= 0) optim->owner[t] = (int)(middle / (double)(all > 0 ? all : 1) * (double)optim->shares);
+        if (optim->owner[t] < 0) continue;
+        const double padded = (double)tensor_padded(&optim->whole[t]);
+        optim->owner[t] = (int)((before + 0.5 * padded) / (all > 0.0 ? all : 1.0) * (double)optim->shares);
+        before += padded;
     }
 }
 
@@ -245,25 +241,20 @@ static void tensors_place(NibbleOptim* optim) {
 }
 
 // Lays out the arena. It begins where its tensors do in the model, so that no two tensors have the same noise. A share
-// of tensors with owners is a run of the model's arena.
+// keeps its own tensors of the model's arena.
 static void arena_place(NibbleOptim* optim) {
     OptimConfig* config = &optim->config;
-    const OptimTensor* whole = optim->whole;
-    if (optim->shares == 0 || optim->share < 0) {
-        optim_layout(optim->local, optim->count, config);
-    } else {
-        int64_t first = optim->end, last = first;
-        memcpy(optim->local, whole, (size_t)optim->count * sizeof(OptimTensor));
-        for (int t = 0; t < optim->count; t++) {
-            const int64_t begin = optim->element + whole[t].offset, end = begin + tensor_padded(&whole[t]);
-            if (is_elsewhere(optim, t)) continue;
-            if (first == optim->end || end > last) last = end;
-            if (begin < first) first = begin;
-        }
-        optim->run = {first / TILE_ELEMENTS, 0, (last - first) / TILE_ELEMENTS};
-        config->runs = &optim->run, config->run_count = last > first ? 1 : 0;
+    const bool shared = optim->shares > 0 && optim->share >= 0;
+    if (shared) memcpy(optim->local, optim->whole, (size_t)optim->count * sizeof(OptimTensor));
+    if (!shared) optim_layout(optim->local, optim->count, config);
+    SliceRun* run = (SliceRun*)memory_zero((size_t)optim->count, sizeof(SliceRun));
+    for (int t = 0; t < optim->count; t++) {
+        OptimTensor* local = &optim->local[t];
+        local->offset += optim->element;
+        if (shared && !is_elsewhere(optim, t))
+            run[config->run_count++] = {local->offset / TILE_ELEMENTS, 0, tensor_padded(local) / TILE_ELEMENTS};
     }
-    for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
+    config->runs = shared ? run : nullptr;
 }
 
 // Refuses cuts through tensors that a rule or a format reads whole. An empty part of a tensor is not read, so it is no

@@ -28,7 +28,6 @@ struct NibbleOptim {
     bool releases;          // each tensor has its own optimizer and is stepped in the backward pass
     const char* stacked;    // of the settings, or null
     int64_t element, end;
-    SliceRun run;                                     // of a share with owners: its tensors
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
     char describe[256];

@@ -8,6 +8,8 @@
 #include <string.h>
 
 #include "../data/errors.h"
+#include "../data/memory.h"
+#include "../data/text.h"
 
 // Returns true if the pattern [p, end) matches `name` from its first character up to its end or to a dot. On a
 // mismatch, the last star takes one more character.
@@ -28,7 +30,8 @@ static bool matches_here(const char* p, const char* end, const char* name) {
     }
 }
 
-bool pattern_matches(const char* begin, const char* end, const char* name) {
+// Does the same for one pattern, [begin, end), at any part of the name between dots.
+static bool pattern_matches(const char* begin, const char* end, const char* name) {
     for (const char* part = name; part; part = strchr(part, '.')) {
         if (*part == '.') part++;
         if (matches_here(begin, end, part)) return true;
@@ -44,37 +47,36 @@ bool patterns_match(const char* patterns, const char* name) {
     return false;
 }
 
-// Copies [begin, end) without its spaces. Returns false if nothing is left or it does not fit.
-static bool copy_word(char* out, size_t bytes, const char* begin, const char* end) {
-    size_t used = 0;
-    for (; begin < end; begin++) {
-        if (isspace((unsigned char)*begin)) continue;
-        if (used + 1 == bytes) return false;
-        out[used++] = *begin;
+// Returns a text without its spaces, kept as by text_kept.
+static const char* without_spaces(const char* text) {
+    char *copy = text_copy(text), *end = copy;
+    for (const char* at = text; *at; at++) {
+        if (!isspace((unsigned char)*at)) *end++ = *at;
     }
-    out[used] = 0;
-    return used > 0;
+    *end = 0;
+    const char* kept = text_kept("%s", copy);
+    free(copy);
+    return kept;
 }
 
 // Parses one setting, "key=value".
 static bool setting_parse(Override* rule, const char* word, char* error) {
     const struct {
-        const char *key, *kind;
-        char* name;
+        const char *key, *kind, **name;
         double* number;
-    } settings[] = {{"weights=", "format", rule->weights, nullptr},
-                    {"m=", "format", rule->m, nullptr},
-                    {"v=", "format", rule->v, nullptr},
-                    {"rule=", "rule", rule->rule, nullptr},
+    } settings[] = {{"weights=", "format", &rule->weights, nullptr},
+                    {"m=", "format", &rule->m, nullptr},
+                    {"v=", "format", &rule->v, nullptr},
+                    {"rule=", "rule", &rule->rule, nullptr},
                     {"lr=", "", nullptr, &rule->lr},
                     {"wd=", "", nullptr, &rule->decay}};
     for (const auto& known : settings) {
         const char* value = word + strlen(known.key);
         if (strncmp(word, known.key, strlen(known.key)) != 0) continue;
         if (known.name) {
-            return copy_word(known.name, sizeof(rule->m), value, value + strlen(value)) ||
-                   data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
-                              known.kind);
+            *known.name = value;
+            return *value || data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
+                                        known.kind);
         }
         char* rest;
         *known.number = strtod(value, &rest);
@@ -86,69 +88,53 @@ static bool setting_parse(Override* rule, const char* word, char* error) {
                       word);
 }
 
-// Parses one override, [begin, end).
-static bool override_parse(Override* rule, const char* begin, const char* end, char* error) {
-    const char* colon = begin;
-    while (colon < end && *colon != ':') colon++;
-    *rule = {};
-    rule->lr = 1.0;
-    rule->decay = -1.0;
-    const bool words = colon < end && copy_word(rule->patterns, sizeof(rule->patterns), begin, colon);
-    if (!words && rule->patterns[0]) {
+// Parses one override.
+static bool override_parse(Override* rule, const char* text, char* error) {
+    const char *settings = text, *patterns = without_spaces(text_word(&settings, ':'));
+    *rule = {patterns, "", "", "", "", 1.0, -1.0};
+    if (!settings || !*patterns) {
+        return data_error(error, "--override: \"%s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"", text);
+    }
+    if (strlen(patterns) > OVERRIDE_PATTERNS) {
         return data_error(error,
-                          "--override: \"%.40s...\" has patterns of more than %zu characters; take two overrides",
-                          begin, sizeof(rule->patterns) - 1);
+                          "--override: \"%.40s...\" has patterns of more than %zu characters; take two overrides", text,
+                          OVERRIDE_PATTERNS);
     }
-    if (!words) {
-        return data_error(error, "--override: \"%.*s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"",
-                          (int)(end - begin), begin);
-    }
-    if (rule->patterns[strspn(rule->patterns,
-                              "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
+    if (patterns[strspn(patterns, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
         return data_error(
             error,
             "--override: \"%s\" is no pattern; a pattern has letters, digits, . _ - * and ?, and | between patterns",
-            rule->patterns);
+            patterns);
     }
-    int settings = 0;
-    for (const char* at = colon + 1; at < end; settings++) {
-        while (at < end && isspace((unsigned char)*at)) at++;
-        const char* stop = at;
-        while (stop < end && !isspace((unsigned char)*stop)) stop++;
-        if (stop == at) break;
-        char word[64];
-        if (!copy_word(word, sizeof(word), at, stop)) {
-            return data_error(error, "--override: \"%.*s\" is too long", (int)(stop - at), at);
-        }
-        if (!setting_parse(rule, word, error)) return false;
-        at = stop;
+    const char* const spaces = " \t\n\v\f\r";
+    const char* at = settings + strspn(settings, spaces);
+    if (!*at) {
+        return data_error(error,
+                          "--override: nothing follows \"%s:\"; type weights=, m=, v=, rule=, lr= or wd= and a value",
+                          patterns);
     }
-    if (settings > 0) return true;
-    return data_error(error,
-                      "--override: nothing follows \"%s:\"; type weights=, m=, v=, rule=, lr= or wd= and a value",
-                      rule->patterns);
+    for (size_t length; *at; at += length + strspn(at + length, spaces)) {
+        length = strcspn(at, spaces);
+        if (!setting_parse(rule, text_kept("%.*s", (int)length, at), error)) return false;
+    }
+    return true;
 }
 
 bool overrides_parse(const char* text, Override* overrides, int* count, char* error) {
     *count = 0;
     bool none = false, others = false;
-    for (const char* at = text ? text : ""; *at;) {
-        const char* end = at + strcspn(at, ";");
-        if (strspn(at, " \t") < (size_t)(end - at)) {
-            if (*count == OVERRIDES) {
-                return data_error(error, "--override: more than %d overrides; join patterns with |", OVERRIDES);
-            }
-            char word[8];
-            bool is_none = copy_word(word, sizeof(word), at, end) && strcmp(word, "none") == 0;
-            none = none || is_none;
-            others = others || !is_none;
-            if (none && others) {
-                return data_error(error,
-                                  "--override: \"none\" was found among others; it stands alone, so leave it out");
-            }
-            if (!none && !override_parse(&overrides[(*count)++], at, end, error)) return false;
+    while (const char* one = text_word(&text, ';')) {
+        const char* word = without_spaces(one);
+        if (!*word) continue;
+        if (*count == OVERRIDES) {
+            return data_error(error, "--override: more than %d overrides; join patterns with |", OVERRIDES);
         }
-        at = *end ? end + 1 : end;
+        const bool is_none = strcmp(word, "none") == 0;
+        none = none || is_none, others = others || !is_none;
+        if (none && others) {
+            return data_error(error, "--override: \"none\" was found among others; it stands alone, so leave it out");
+        }
+        if (!none && !override_parse(&overrides[(*count)++], one, error)) return false;
     }
     return true;
 }

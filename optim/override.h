@@ -19,10 +19,13 @@ constexpr int OVERRIDES = 16;  // at most
 // The tensors that rules of matrices leave to adamw: embeddings (one is also the head) and vectors.
 constexpr const char* NON_MATRIX_TENSORS = "wte|wpe|ln*|*.bias";
 
+constexpr size_t OVERRIDE_PATTERNS = 127;  // characters, at most: they are part of the names of a checkpoint's arrays
+
+// Texts are kept as by text_kept.
 struct Override {
-    char patterns[128];                        // as typed, without spaces; part of the names of a checkpoint's arrays
-    char rule[32], weights[32], m[32], v[32];  // "": unchanged
-    double lr, decay;                          // a factor, 1 by default; a decay, below 0: unchanged
+    const char* patterns;                // as typed, without spaces
+    const char *rule, *weights, *m, *v;  // "": unchanged
+    double lr, decay;                    // a factor, 1 by default; a decay, below 0: unchanged
 };
 
 // Parses a text into `overrides` (OVERRIDES). Returns false with a sentence in `error` if the text is no list of
@@ -31,5 +34,3 @@ bool overrides_parse(const char* text, Override* overrides, int* count, char* er
 
 // Returns true if a tensor's name matches one of the patterns, which have | between them.
 bool patterns_match(const char* patterns, const char* name);
-// Does the same for one pattern, [begin, end), which holds no |.
-bool pattern_matches(const char* begin, const char* end, const char* name);

@@ -325,40 +325,25 @@ static void tables_update(PlacedTables* tables, const NibbleStep* step, bool cap
     if (!same) tables_build(tables);
 }
 
-#ifdef __CUDACC__
 constexpr int POINTERS_AT_ONCE = 128;
 
-struct PointersPart {
-    PlacedPointers pointers[POINTERS_AT_ONCE];
-    int first, count;
+// Sets addresses that come as a kernel's arguments, which a CUDA graph captures; the host's array changes later.
+struct SetPointers {
+    PlacedPointers pointers[POINTERS_AT_ONCE], *to;
+
+    OPTIM_INLINE void at(int64_t i) const { to[i] = pointers[i]; }
 };
-
-// grid: 1, block: POINTERS_AT_ONCE.
-__global__ void placed_pointers_kernel(const __grid_constant__ PointersPart part, PlacedPointers* to) {
-    if ((int)threadIdx.x < part.count) to[part.first + threadIdx.x] = part.pointers[threadIdx.x];
-}
-
-// Copies the addresses as arguments of kernels, which a CUDA graph captures; the host's array changes later.
-static void pointers_copy(const PlacedTables* tables) {
-    const int count = tables->optim->count;
-    for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
-        PointersPart part = {};
-        part.first = first, part.count = count - first < POINTERS_AT_ONCE ? count - first : POINTERS_AT_ONCE;
-        memcpy(part.pointers, tables->pointers + first, (size_t)part.count * sizeof(PlacedPointers));
-        placed_pointers_kernel<<<1, POINTERS_AT_ONCE, 0, tables->optim->dev->stream>>>(part, tables->view.pointers);
-        check_launch();
-    }
-}
-#endif
 
 // Computes where the tiles lie from the tensors' addresses.
 static void tables_places(const PlacedTables* tables) {
     const Device* dev = tables->optim->dev;
-    if (!dev->gpu)
-        memcpy(tables->view.pointers, tables->pointers, (size_t)tables->optim->count * sizeof(PlacedPointers));
-#ifdef __CUDACC__
-    if (dev->gpu) pointers_copy(tables);
-#endif
+    const int count = tables->optim->count;
+    for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
+        const int some = count - first < POINTERS_AT_ONCE ? count - first : POINTERS_AT_ONCE;
+        SetPointers set = {{}, tables->view.pointers + first};
+        memcpy(set.pointers, tables->pointers + first, (size_t)some * sizeof(PlacedPointers));
+        for_each(dev, set, some);
+    }
     for_each(dev, PlaceTiles{tables->view}, tables->tiles);
 }
 
@@ -418,41 +403,35 @@ static void require_replays(const PlacedTables* tables) {
     }
 }
 
-#ifdef __CUDACC__
-struct ReplayArguments {
+// Writes the arguments of a captured kernel, with the constants of the clock's step: a word of the arguments before
+// their groups of constants, or one of these.
+struct WriteReplay {
     StepArguments step;
     StepConstants constants;
     const int64_t* clock;
     Replayed* to;
-};
-static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
+    static constexpr int WORDS = offsetof(StepArguments, group) / 4, NUMBER = offsetof(StepArguments, step) / 4;
 
-// Writes the arguments of a captured kernel, with the constants of the clock's step. grid: 1, block: STEP_GROUPS or
-// more.
-__global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
-    const StepConstants& constants = replay.constants;
-    const uint32_t* from = (const uint32_t*)&replay.step;
-    StepArguments* to = &replay.to->step;
-    for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
-    __syncthreads();
-    const int64_t now = *replay.clock;
-    const int group = threadIdx.x;
-    if (group == 0) to->step = (uint32_t)now;
-    if (group >= constants.groups) return;
-    const double rate = constants.rate_at[group] ? (double)*constants.rate_at[group] : constants.rate[group];
-    const int64_t own = now - constants.lag[group];
-    to->group[group] = hyper_create(constants.source[group], rate, own);
-    if (group > 0) return;
-    replay.to->changing[0] = to->group[0].one_minus_beta2, replay.to->changing[1] = to->group[0].root2;
-    replay.to->changing[2] = (float)bias_root(constants.source[0].beta3, own);
-}
-#endif
+    OPTIM_INLINE void at(int64_t i) const {
+        const int64_t now = *clock;
+        if (i < WORDS) {
+            ((uint32_t*)&to->step)[i] = i == NUMBER ? (uint32_t)now : ((const uint32_t*)&step)[i];
+            return;
+        }
+        const int group = (int)i - WORDS;
+        const double rate = constants.rate_at[group] ? (double)*constants.rate_at[group] : constants.rate[group];
+        const int64_t own = now - constants.lag[group];
+        const Hyper hyper = hyper_create(constants.source[group], rate, own);
+        to->step.group[group] = hyper;
+        if (group > 0) return;
+        to->changing[0] = hyper.one_minus_beta2, to->changing[1] = hyper.root2;
+        to->changing[2] = (float)bias_root(constants.source[0].beta3, own);
+    }
+};
 
 const StepArguments* placed_replay(const Device* dev, const LaunchStep* step, const StepArguments* arguments) {
-#ifdef __CUDACC__
-    placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, step->constants, step->clock, step->replayed});
-    check_launch();
-#endif
+    const WriteReplay write = {*arguments, step->constants, step->clock, step->replayed};
+    for_each(dev, write, WriteReplay::WORDS + step->constants.groups);
     return &step->replayed->step;
 }
 

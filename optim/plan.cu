@@ -107,14 +107,14 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     if (config->part || strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
     for (int i = 0; i < plan->override_count; i++) {
         if (strcmp(plan->overrides[i].patterns, NON_MATRIX_TENSORS) == 0) continue;
-        for (const char *p = plan->overrides[i].patterns, *end; *p; p = *end ? end + 1 : end) {
-            end = p + strcspn(p, "|");
+        for (const char *list = plan->overrides[i].patterns, *one; list && *list;) {
+            one = text_word(&list, '|');
             int t = 0;
-            while (t < count && !pattern_matches(p, end, tensors[t].name)) t++;
+            while (t < count && !patterns_match(one, tensors[t].name)) t++;
             if (t < count) continue;
             user_error(
-                "--override: \"%.*s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or h.0",
-                (int)(end - p), p);
+                "--override: \"%s\" matches no tensor; names are such as wte, wpe, ln*, c_attn.weight, *.bias or h.0",
+                one);
         }
     }
 }
@@ -287,7 +287,7 @@ const char* slot_name(Slot slot) {
 }
 
 void stream_name(const Plan* plan, int index, Slot slot, const StreamInfo& stream, char* name, size_t bytes) {
-    static_assert(sizeof(Override::patterns) + sizeof("weights.16[].scales") <= ARRAY_NAME_BYTES, "names are whole");
+    static_assert(OVERRIDE_PATTERNS + sizeof("weights.16[].scales") < ARRAY_NAME_BYTES, "names are whole");
     const char* pattern = slot == SLOT_WEIGHTS ? plan->weights[index].pattern : plan->launch[index].pattern;
     const bool own_name = stream.name[0] && stream.name[0] != '.';
     char array[ARRAY_NAME_BYTES];

@@ -166,21 +166,6 @@ struct KeepBasis {
     }
 };
 
-// Sums the magnitudes of the first row of each matrix's basis; the sum is 0 if it has no directions yet.
-struct FirstRow {
-    const Matrix* matrix;
-    const float* basis;
-    float* to;
-
-    OPTIM_INLINE float lane(int64_t i, int lane) const {
-        const int side = matrix[i].rows < matrix[i].cols ? matrix[i].rows : matrix[i].cols;
-        float sum = 0.0f;
-        for (int k = lane; k < side; k += 32) sum = exact_add(sum, fabsf(basis[matrix[i].basis + k]));
-        return sum;
-    }
-    OPTIM_INLINE void end(int64_t i, float sum) const { to[i] = sum; }
-};
-
 // Makes the rows of y (rank, side) orthonormal, in order, by classical Gram-Schmidt, twice for each row. If less than a
 // hundred-thousandth of a row is left, the row is a combination of earlier ones, and a random row takes its place. If
 // all rows are zero, they stay so. c has room for `rank` numbers.
@@ -383,13 +368,15 @@ static void find_directions(const LowStep* low) {
     bool all = true;
     for (int i = 0; i < plan->matrices; i++) all = all && plan->matrix[i].has_basis;
     if (all || !low_rule(low->step->config).stores) return;
-    float* host = (float*)memory_take((size_t)plan->matrices * sizeof(float));
-    const FirstRow first = {low->launch->matrix.matrix, (const float*)low->launch->kept[SLOT_BASIS].codes,
-                            low->launch->matrix.sums};
-    for_lanes(low->optim->dev, first, plan->matrices);
-    copy_to_host(low->optim->dev, host, low->launch->matrix.sums, plan->matrices * (int64_t)sizeof(float));
-    for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = host[i] != 0.0f;
-    free(host);
+    const float* basis = (const float*)low->launch->kept[SLOT_BASIS].codes;
+    for (Matrix* m = plan->matrix; m < plan->matrix + plan->matrices; m++) {
+        if (m->has_basis) continue;
+        const int side = m->rows < m->cols ? m->rows : m->cols;
+        float* row = (float*)memory_take((size_t)side * sizeof(float));  // the first of Q
+        copy_to_host(low->optim->dev, row, basis + m->basis, side * (int64_t)sizeof(float));
+        for (int i = 0; i < side; i++) m->has_basis = m->has_basis || row[i] != 0.0f;
+        free(row);
+    }
 }
 
 // Returns true if this step computes a new Q for a matrix, for which the gradients must lie in the scratch.
@@ -433,22 +420,28 @@ void low_rank_project(const LowStep* low, int chunk) {
 
 // The update.
 
-// Sums the squares of each channel, a row or a column, of a matrix.
-struct ChannelSquares {
+// Sums the numbers of each channel, a row or a column, of a matrix, or their squares.
+struct ChannelSums {
     const float* x;
     int64_t count, next, step;  // elements of a channel, and from one channel or element to the next
     float* to;
+    bool squares;
 
     OPTIM_INLINE float lane(int64_t i, int lane) const {
         float sum = 0.0f;
         for (int64_t k = lane; k < count; k += 32) {
             const float value = x[i * next + k * step];
-            sum = exact_fma(value, value, sum);
+            sum = squares ? exact_fma(value, value, sum) : exact_add(sum, value);
         }
         return sum;
     }
     OPTIM_INLINE void end(int64_t i, float sum) const { to[i] = sum; }
 };
+
+// Sums `count` numbers.
+static void sum_of(const Device* dev, const float* x, int64_t count, float* to) {
+    for_lanes(dev, ChannelSums{x, count, 0, 1, to, false}, 1);
+}
 
 // Returns phi of a channel, from the sums of squares of N and low.
 OPTIM_INLINE float channel_factor(float direction, float low) {
@@ -469,20 +462,6 @@ struct Factors {
         factor[i] = phi;
         squares[i] = exact_mul(exact_mul(phi, phi), rest);
     }
-};
-
-// Sums `count` numbers.
-struct SumOf {
-    const float* x;
-    int64_t count;
-    float* to;
-
-    OPTIM_INLINE float lane(int64_t, int lane) const {
-        float sum = 0.0f;
-        for (int64_t k = lane; k < count; k += 32) sum = exact_add(sum, x[k]);
-        return sum;
-    }
-    OPTIM_INLINE void end(int64_t, float sum) const { *to = sum; }
 };
 
 // Computes 1 / limit from a sum of squares, and the norm that is kept. It has one index.
@@ -527,7 +506,7 @@ struct ResidualDirection {
 };
 
 static void channel_squares(const Device* dev, const LowMatrix* l, const float* x, int64_t count, float* to) {
-    const ChannelSquares rows = {x, count, count, 1, to}, columns = {x, count, 1, l->length, to};
+    const ChannelSums rows = {x, count, count, 1, to, true}, columns = {x, count, 1, l->length, to, true};
     for_lanes(dev, l->right ? rows : columns, l->length);
 }
 
@@ -569,13 +548,14 @@ static void divide_by_factors(const LowStep* low, const LowMatrix* l) {
     const Settings settings = {1.0, 0.0};
     const Hyper hyper = hyper_create(low->step->config, &settings, 1.0, own_number(low->step));
     const int64_t n = l->length, cols = l->right ? l->rank : n;
-    const ChannelSquares by_column = {l->low, n, 1, cols, l->sums + 4}, by_row = {l->low, n, cols, 1, l->sums + 4};
+    const ChannelSums by_column = {l->low, n, 1, cols, l->sums + 4, true},
+                      by_row = {l->low, n, cols, 1, l->sums + 4, true};
     float *sum = l->sums + 1, *squares = l->sums + 4, *others = l->averages + n;
     for_lanes(dev, l->right ? by_column : by_row, l->rank);
     for_each(dev, MoveAverages{others, squares, unit, 1.0f / (float)n, hyper.one_minus_beta2, begin}, l->rank);
     channel_squares(dev, l, l->low, l->rank, squares);
     for_each(dev, MoveAverages{l->averages, squares, unit, 1.0f / (float)l->rank, hyper.one_minus_beta2, begin}, n);
-    for_lanes(dev, SumOf{l->averages, n, sum}, 1);
+    sum_of(dev, l->averages, n, sum);
     const DivideByFactors divide = {l->direction, l->averages, others, sum, 1.0f / (float)n, hyper, cols, l->right};
     for_each(dev, divide, l->rank * n);
 }
@@ -590,13 +570,13 @@ static void scale_factors(const LowStep* low, const LowMatrix* l) {
     channel_squares(dev, l, l->direction, l->rank, factor);
     channel_squares(dev, l, l->low, l->rank, of_low);
     if (l->rule.one_phi) {
-        for_lanes(dev, SumOf{factor, n, inverse + 2}, 1);
-        for_lanes(dev, SumOf{of_low, n, inverse + 3}, 1);
+        sum_of(dev, factor, n, inverse + 2);
+        sum_of(dev, of_low, n, inverse + 3);
         for_each(dev, Factors{factor, squares, inverse + 2, inverse + 3, full, 0, false}, n);
     } else {
         for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule.residual}, n);
     }
-    for_lanes(dev, SumOf{squares, n, total}, 1);
+    sum_of(dev, squares, n, total);
     for_each(dev, Limit{total, low->launch->matrix.unit, l->last, inverse, low->step->config->rank_growth}, 1);
 }
 

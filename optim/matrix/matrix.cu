@@ -179,7 +179,6 @@ MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const Opt
     }
     if (its.chunks) chunk_close(dev, &its);
     const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];
-    if (low) its.sums = larger(its.sums, its.matrices * (int64_t)sizeof(float));
     if (low) its.low_tiles = (moments->end - moments->begin) / TILE_ELEMENTS * (int64_t)sizeof(Tile);
     return its;
 }

@@ -202,11 +202,7 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
 }
 
 void arena_set(Arena* a, int t, const float* values) {
-    if (a->optim) {
-        optim_set_weights(a->optim, t, values);
-        decoded_forget(a->decoded);
-        return;
-    }
+    if (a->optim) return optim_set_weights(a->optim, t, values);
     const int64_t n = a->tensors[t].rows * a->tensors[t].cols, offset = a->tensors[t].offset;
     if (a->type == OPTIM_FP32) {
         copy_to_device(a->dev, (float*)a->weights + offset, values, n * 4);
