@@ -18,7 +18,7 @@ static int64_t step_of(const char* name, const char* ending) {
 }
 
 int64_t checkpoint_step(const char* path) {
-    return step_of(path_name(path), "");
+    return step_of(basename(path), "");
 }
 
 int checkpoint_list(const char* run_folder, int64_t** steps) {
@@ -192,7 +192,7 @@ void checkpoint_abandon(CheckpointWriter* writer) {
 bool checkpoint_mark_best(const char* run_folder, int64_t step, char* error) {
     const char *link = path_in(run_folder, "best"), *new_link = path_in(run_folder, "best.tmp");
     unlink(new_link);  // of a start that was interrupted here
-    return (symlink(path_name(checkpoint_name(run_folder, step)), new_link) == 0 && rename(new_link, link) == 0) ||
+    return (symlink(basename(checkpoint_name(run_folder, step)), new_link) == 0 && rename(new_link, link) == 0) ||
            data_error(error, "cannot make the link %s: %s", link, strerror(errno));
 }
 

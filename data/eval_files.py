@@ -19,7 +19,7 @@ import numpy as np
 
 from input_files import download, lines_of, reading, unpacked
 from messages import PREPARE, Problem, say
-from vocabulary import Bytes, crc32c, open_vocabulary
+from vocabulary import byte_vocabulary, crc32c, open_vocabulary
 
 MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
 CHOICES, LAST_WORD = 0, 1  # kinds of files
@@ -152,7 +152,7 @@ def sources(inputs):
 
 def write_all(options):
     named = list(sources(options.inputs))
-    vocabulary = Bytes() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
+    vocabulary = byte_vocabulary() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
     # One folder for each vocabulary, in which ./train looks.
     folder = Path(options.out or f"data/eval/{vocabulary.size}-{vocabulary.fingerprint():08x}")
     for name, path in named:

@@ -108,7 +108,7 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
     const char* path = evaluation_path(name, tokenizer);
-    snprintf(e->name, sizeof(e->name), "%s", path_name(path));
+    snprintf(e->name, sizeof(e->name), "%s", basename(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
     text_disarm(e->name, false);

@@ -68,11 +68,6 @@ const char* path_parent(const char* path) {
     return text_kept("%.*s", slash > path ? (int)(slash - path) : 1, path);
 }
 
-const char* path_name(const char* path) {
-    const char* slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
-
 bool folder_exists(const char* path) {
     struct stat status;
     return stat(path, &status) == 0 && S_ISDIR(status.st_mode);

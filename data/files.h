@@ -14,8 +14,6 @@ const char* path_in(const char* folder, const char* name);
 const char* path_there(const char* folder, const char* name);  // the same; NULL if nothing has that name
 // Returns the folder that holds `path`, "." when none is named, kept as by text_kept.
 const char* path_parent(const char* path);
-// Returns the name of `path` in that folder.
-const char* path_name(const char* path);
 // Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is
 // not UTF-8.
 char* path_absolute(const char* path);

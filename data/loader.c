@@ -2,7 +2,7 @@
 //
 // Files are never read as a whole: a window is a read of T+1 tokens, widened to int32. The order needs no table
 // (shuffle_index), so an epoch over any number of windows starts at once and a resume is an addition. Of the ring of
-// RING batches the caller holds two, and two are ready or in preparation.
+// RING batches the caller holds two, and a thread of its own prepares the third.
 // With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <assert.h>
@@ -10,7 +10,6 @@
 #include <fcntl.h>
 #include <glob.h>
 #include <pthread.h>
-#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -29,11 +28,11 @@ enum {
     SHARD_HEADER = 1024,  // bytes: 256 int32
     GPT2_VOCABULARY = 50257,
     MAX_VOCABULARY = 65536,  // tokens are uint16
-    RING = 4
+    RING = 3
 };
 
 typedef struct DatasetFile {
-    char* path;
+    const char* path;
     int descriptor;  // or -1
     int64_t begin;   // where its tokens begin, in bytes
     int64_t first;   // where the part that was opened begins, in tokens
@@ -91,7 +90,7 @@ static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart 
 static bool tokens_open(DatasetFile* file, const char* path, DataFormat format, char* error) {
     int32_t header[3] = {0, 0, 0};  // magic, version, tokens
     int64_t size;
-    file->path = text_copy(path);
+    file->path = text_kept("%s", path);
     file->descriptor = file_open(path, &size, error);
     if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
     if (size == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
@@ -117,11 +116,6 @@ static bool tokens_open(DatasetFile* file, const char* path, DataFormat format, 
                       "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
                       "type --data-format bytes to train on it as a text",
                       path, header[0], SHARD_MAGIC);
-}
-
-static void file_close(DatasetFile* file) {
-    if (file->descriptor >= 0) close(file->descriptor);
-    free(file->path);
 }
 
 // Opens files, which must be of one kind.
@@ -199,7 +193,7 @@ static bool take_part(Dataset* data, DatasetPart part, bool split, double fracti
             continue;
         }
         if (!ends) data->left_out++, data->left_out_tokens += file.tokens;
-        file_close(&file);
+        close(file.descriptor);
     }
     data->mixed = ends && data->files > 1;
     return true;
@@ -233,7 +227,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
                          char* error) {
     *data = (Dataset){.path = "the built-in text", .tokenizer = "", .files = 1};
     data->file = memory_zero(1, sizeof(DatasetFile));
-    *data->file = (DatasetFile){text_copy(data->path), memfd_create(data->path, MFD_CLOEXEC), 0, 0, bytes, 0, 1};
+    *data->file = (DatasetFile){data->path, memfd_create(data->path, MFD_CLOEXEC), 0, 0, bytes, 0, 1};
     const bool ok = file_write_all(data->file->descriptor, data->path, text, bytes, error);
     return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }
@@ -271,7 +265,7 @@ bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* 
 }
 
 void dataset_close(Dataset* data) {
-    for (int i = 0; i < data->files; i++) file_close(&data->file[i]);
+    for (int i = 0; i < data->files; i++) close(data->file[i].descriptor);
     free(data->file);
     *data = (Dataset){.path = "", .tokenizer = ""};
 }
@@ -402,18 +396,16 @@ struct Loader {
     bool shuffle;
     int64_t windows;
     int64_t first;  // sequence
-    int64_t read;   // sequences that were read; the thread's own
+    int64_t read;   // sequences that were read
     LoaderSlice slice;
     Batch batch[RING];
     int* memory;  // of all batches
-    int* count;   // (vocabulary) of the counting sort; the thread's own
+    int* count;   // (vocabulary) of the counting sort
     void (*pinned_free)(void*);
-    pthread_t thread;
-    bool thread_runs;
-    sem_t empty, ready;  // batches that the thread may fill; batches for the caller
-    int64_t given;       // batches that the caller took
-    volatile bool stop;
-    int64_t failed;                // the batch that could not be read, or -1; posted as `ready` too
+    int64_t given;                 // batches that the caller took
+    pthread_t thread;              // prepares the next one
+    bool thread_runs;              // it has to be joined
+    bool fails;                    // the next one cannot be read
     char error[DATA_ERROR_BYTES];  // why
 };
 
@@ -452,15 +444,21 @@ static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
     return true;
 }
 
-static void* loader_thread(void* argument) {
+static void* loader_prepare(void* argument) {
     Loader* loader = argument;
-    for (int64_t n = 0; loader->failed < 0; n++) {
-        while (sem_wait(&loader->empty) != 0) continue;  // a signal came
-        if (loader->stop) break;
-        if (!batch_prepare(loader, &loader->batch[n % RING], loader->error)) loader->failed = n;
-        sem_post(&loader->ready);
-    }
+    loader->fails = !batch_prepare(loader, &loader->batch[loader->given % RING], loader->error);
     return NULL;
+}
+
+// Prepares the next batch ahead, or at once where the system gives no thread.
+static void loader_begin(Loader* loader) {
+    loader->thread_runs = signals_thread(&loader->thread, loader_prepare, loader) == 0;
+    if (!loader->thread_runs) loader_prepare(loader);
+}
+
+static void loader_wait(Loader* loader) {
+    if (loader->thread_runs) pthread_join(loader->thread, NULL);
+    loader->thread_runs = false;
 }
 
 // One allocation for all batches: tokens, targets, order and bucket of each.
@@ -477,41 +475,28 @@ static void loader_memory(Loader* loader, void* (*pinned_alloc)(size_t)) {
 }
 
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error) {
+                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*)) {
     int64_t windows = T > 0 ? dataset_windows(data, T) : 0;
     assert(windows > 0 && B > 0 && (int64_t)B * T <= INT32_MAX && first_sequence >= 0 && slice.stride >= slice.run);
     Loader* loader = memory_zero(1, sizeof(Loader));
     loader->data = data, loader->B = B, loader->T = T, loader->windows = windows;
     loader->seed = seed, loader->shuffle = shuffle, loader->first = first_sequence, loader->slice = slice;
     loader->pinned_free = pinned_free;
-    loader->failed = -1;
-    sem_init(&loader->empty, 0, RING);
-    sem_init(&loader->ready, 0, 0);
     loader_memory(loader, pinned_alloc);
-    const int status = signals_thread(&loader->thread, loader_thread, loader);
-    loader->thread_runs = status == 0;
-    if (status == 0) return loader;
-    data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
-    return loader_close(loader), NULL;
+    loader_begin(loader);
+    return loader;
 }
 
 const Batch* loader_next(Loader* loader, char* error) {
-    if (loader->given >= 2) sem_post(&loader->empty);  // the batch before the last one is no longer used
-    while (sem_wait(&loader->ready) != 0) continue;
-    if (loader->given != loader->failed) return &loader->batch[loader->given++ % RING];
-    sem_post(&loader->ready);  // each later call fails too
-    return data_error(error, "%s", loader->error), NULL;
+    loader_wait(loader);
+    if (loader->fails) return data_error(error, "%s", loader->error), NULL;
+    const Batch* batch = &loader->batch[loader->given++ % RING];
+    loader_begin(loader);
+    return batch;
 }
 
 void loader_close(Loader* loader) {
-    if (!loader) return;
-    if (loader->thread_runs) {
-        loader->stop = true;
-        sem_post(&loader->empty);
-        pthread_join(loader->thread, NULL);
-    }
-    sem_destroy(&loader->empty);
-    sem_destroy(&loader->ready);
-    if (loader->memory) loader->pinned_free(loader->memory);
+    loader_wait(loader);
+    loader->pinned_free(loader->memory);
     free(loader->count), free(loader);
 }

@@ -71,8 +71,8 @@ bool content_is_text(int descriptor, int64_t size, const char* path, char* error
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// A loader reads batches of B windows ahead, on a thread. Without shuffle, sequence n is window n mod windows, or,
-// of a mixed data set, a fixed permutation of it.
+// A loader reads batches of B windows, the next one ahead on a thread. Without shuffle, sequence n is window n mod
+// windows, or, of a mixed data set, a fixed permutation of it.
 typedef struct Loader Loader;
 // The arrays lie one after another.
 typedef struct {
@@ -89,7 +89,7 @@ typedef struct {
 } LoaderSlice;
 // `pinned_alloc`, which never returns NULL, and `pinned_free` manage the batches' host memory.
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
-                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
+                    LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*));
 // Returns the next batch, valid until the second loader_next after it; NULL with a sentence on a bad token or file.
 const Batch* loader_next(Loader* loader, char* error);
 void loader_close(Loader* loader);

@@ -93,11 +93,7 @@ int64_t memory_left(void) {
 }
 
 char* text_part(const char* text, size_t bytes) {
-    size_t length = strnlen(text, bytes);
-    char* copy = memory_take(length + 1);
-    memcpy(copy, text, length);
-    copy[length] = 0;
-    return copy;
+    return there(strndup(text, bytes), bytes);
 }
 
 char* text_copy(const char* text) {
@@ -105,13 +101,9 @@ char* text_copy(const char* text) {
 }
 
 char* text_of(const char* format, va_list arguments) {
-    va_list again;
-    va_copy(again, arguments);
-    int length = vsnprintf(NULL, 0, format, again);
-    va_end(again);
-    char* text = memory_take((size_t)length + 1);
-    vsnprintf(text, (size_t)length + 1, format, arguments);
-    return text;
+    char* text = NULL;
+    if (vasprintf(&text, format, arguments) < 0) text = NULL;
+    return there(text, strlen(format));
 }
 
 char* text_format(const char* format, ...) {

@@ -176,6 +176,9 @@ bool options_parse(Options* options, int argc, char** argv, char* error) {
                 (size_t)snprintf(error + used, DATA_ERROR_BYTES - used, "%s%s", used ? "\ntrain: error: " : "", one);
         }
     }
+    for (int i = 0; i < argc && used == 0; i++) {
+        text_add(&options->command, "%s%s", i ? " " : "", shell_word(argv[i]));
+    }
     return used == 0 && (!*options->config || config_read(options, error));
 }
 
@@ -275,14 +278,9 @@ bool options_print(const Options* options, FILE* file) {
 
 const char* shell_word(const char* text) {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
-    char* word = text[0] && !text[strspn(text, plain)] ? NULL : memory_take(4 * strlen(text) + 3);
-    if (!word) return text;
-    char* to = word;
-    *to++ = '\'';
-    for (; *text; text++) {
-        if (*text != '\'') *to++ = *text;
-        if (*text == '\'') memcpy(to, "'\\''", 4), to += 4;
-    }
-    *to++ = '\'', *to = 0;
+    if (text[0] && !text[strspn(text, plain)]) return text;
+    const char* word = NULL;
+    for (const char* part; (part = text_word(&text, '\''));) text_add(&word, "%s%s", word ? "'\\''" : "'", part);
+    text_add(&word, "'");
     return word;
 }

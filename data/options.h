@@ -25,6 +25,7 @@ typedef struct {
     RuleOptions of_rule;
     bool profile, dry_run, list_formats, list_presets, version, help;
     bool given[OPTION_COUNT];  // which of them were typed
+    const char* command;       // the command line, as a shell reads it
 } Options;
 
 extern const Option OPTIONS[OPTION_COUNT];

@@ -50,7 +50,7 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
     if (!folder_make("runs", error)) return data_error(error, "%s; name another folder with --run DIR", error);
-    int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, path_name(model));
+    int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, basename(model));
     for (int next = 2; mkdir(run->path, 0777) != 0; next++) {
         if (errno != EEXIST) {
             return data_error(error, "cannot create the folder %s: %s; name another with --run DIR", run->path,
@@ -202,20 +202,6 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
     return !log || run_log_end(run);
 }
 
-// Writes the command that started this process, as a shell reads it.
-static void write_command(FILE* file) {
-    char words[4096];
-    const char* line = "";
-    FILE* own = fopen("/proc/self/cmdline", "re");
-    const size_t bytes = own ? fread(words, 1, sizeof(words) - 1, own) : 0;
-    if (own) fclose(own);
-    words[bytes] = 0;
-    for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
-        text_add(&line, "%s%s", i ? " " : "", shell_word(words + i));
-    }
-    json_write_text_member(file, ", ", "command", line);
-}
-
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
     if (run->quiet) return;
     char host[256] = "", date[32];
@@ -224,11 +210,11 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     gethostname(host, sizeof(host) - 1);
     strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
     FILE* log = run->log;
-    const char* const facts[][2] = {{"type", "config"},      {"version", NIBBLE_VERSION}, {"commit", NIBBLE_COMMIT},
-                                    {"build", NIBBLE_BUILD}, {"started", date},           {"host", host},
-                                    {"device", device}};
-    for (int i = 0; i < 7; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
-    write_command(log);
+    const char* const facts[][2] = {{"type", "config"},        {"version", NIBBLE_VERSION},
+                                    {"commit", NIBBLE_COMMIT}, {"build", NIBBLE_BUILD},
+                                    {"started", date},         {"host", host},
+                                    {"device", device},        {"command", run->options->command}};
+    for (int i = 0; i < 8; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
     fputs(", \"options\": ", log);
     options_json(run->options, run->options, true, log);
     fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,

@@ -5,16 +5,15 @@
 #include "clock.h"
 #include "text.h"
 
-static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
-                        char* error) {
-    const int at = prompts->count++, room = (int)bytes + 16;
+static bool prompts_add(Prompts* prompts, const char* text, const Tokenizer* tokenizer, int V, char* error) {
+    const int at = prompts->count++, room = (int)strlen(text) + 16;
     prompts->text = memory_grow(prompts->text, (size_t)prompts->count * sizeof(char*));
     prompts->length = memory_grow(prompts->length, (size_t)prompts->count * sizeof(int));
     prompts->tokens = memory_grow(prompts->tokens, (size_t)(prompts->all + room) * sizeof(int));
-    prompts->text[at] = text_part(text, bytes);
+    prompts->text[at] = text;
     int *own = prompts->tokens + prompts->all, length = 1;
     own[0] = 0;
-    if (tokenizer) length = tokenizer_prompt(tokenizer, prompts->text[at], V, own, room);
+    if (tokenizer) length = tokenizer_prompt(tokenizer, text, V, own, room);
     for (int i = 0; i < length; i++) {
         if (own[i] < V || !tokenizer) continue;
         return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
@@ -31,24 +30,21 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
                   char* error) {
     int64_t bytes = 0;
     memset(prompts, 0, sizeof(*prompts));
-    if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
+    if (!*file) return prompts_add(prompts, text, tokenizer, V, error);
     SCOPED char* whole = file_read(file, &bytes, error);
     if (!whole) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error);
     const char* line = strncmp(whole, "\xEF\xBB\xBF", 3) == 0 ? whole + 3 : whole;
     // A NUL would end its prompt.
     bool ok = strlen(whole) == (size_t)bytes && text_is_utf8(whole, bytes) && line[strspn(line, "\r\n")];
     if (!ok) data_error(error, "--prompt-file %s is no UTF-8 text, or empty; write prompts as UTF-8, one a line", file);
-    while (ok && *line) {
-        size_t length = strcspn(line, "\n"), used = length;
-        if (used > 0 && line[used - 1] == '\r') used--;
-        if (used > 0) ok = prompts_add(prompts, line, used, tokenizer, V, error);
-        line += length + (line[length] == '\n');
+    for (const char* prompt; ok && (prompt = text_word(&line, '\n'));) {
+        const int length = (int)strlen(prompt) - text_ends(prompt, "\r");
+        if (length > 0) ok = prompts_add(prompts, text_kept("%.*s", length, prompt), tokenizer, V, error);
     }
     return ok;
 }
 
 void prompts_close(Prompts* prompts) {
-    for (int i = 0; i < prompts->count && prompts->text; i++) free(prompts->text[i]);
     free(prompts->text), free(prompts->tokens), free(prompts->length);
     memset(prompts, 0, sizeof(*prompts));
 }

@@ -4,10 +4,10 @@
 C_LINKAGE_BEGIN
 
 typedef struct {
-    char** text;     // NULL on processes that only compute
-    int* length;     // of each in tokens, at least 1
-    int* tokens;     // of all, one after another; each begins with the end-of-text token, if the tokenizer has one
-    int count, all;  // prompts, and their tokens
+    const char** text;  // NULL on processes that only compute
+    int* length;        // of each in tokens, at least 1
+    int* tokens;        // of all, one after another; each begins with the end-of-text token, if the tokenizer has one
+    int count, all;     // prompts, and their tokens
 } Prompts;
 
 // Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for `each` samples of each prompt. V:

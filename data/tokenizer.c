@@ -318,11 +318,7 @@ bool tokenizer_write_bytes(const char* folder, char* error) {
     const char* separator = "";
     for (uint32_t point = 0; point < 256 + 68; point++) {
         if (byte_of(point) < 0) continue;
-        const char character[] = {point < 0x80 ? (char)point : (char)(0xC0 | point >> 6),
-                                  point < 0x80 ? 0 : (char)(0x80 | (point & 0x3F)), 0};
-        fputs(separator, file);
-        json_write_string(file, character);
-        fprintf(file, ": %d", byte_of(point));
+        fprintf(file, "%s\"\\u%04x\": %d", separator, point, byte_of(point));
         separator = ", ";
     }
     fputs("}}}\n", file);

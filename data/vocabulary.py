@@ -53,7 +53,7 @@ def to_bytes(text):
 
 
 class Vocabulary:
-    """names: {text: number} of all tokens, with END; merges: ["left right", ...]; source: its file, for messages.
+    """names: {text: number} of all tokens, with END if it has one; merges: ["left right", ...]; source: its file, for messages.
 
     added: {text: number} of tokens that were added later, at which a text is cut; the longest at a place counts.
     """
@@ -65,7 +65,7 @@ class Vocabulary:
         every = [*names.values(), *more]
         if len(set(every)) < len(every) or not all(type(n) is int and n >= 0 for n in every):
             raise ValueError("each token has a number of its own")
-        self.size, self.end = max(every) + 1, names[END]
+        self.size, self.end = max(every) + 1, names.get(END)
         self.added_pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
         ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
         numbers = [names[character] for character in ALPHABET]
@@ -88,8 +88,8 @@ class Vocabulary:
             self.texts[number] = to_bytes(text)
         for text, number in self.added.items():
             self.texts[number] = text.encode("utf-8")
-        self.lengths = np.array([len(text) for text in self.texts], np.int64)  # of text that a token stands for
-        self.lengths[self.end] = 0
+        # The bytes of text that each token stands for.
+        self.lengths = np.array([len(text) * (i != self.end) for i, text in enumerate(self.texts)], np.int64)
 
     def encode_plain(self, text):
         return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
@@ -111,16 +111,9 @@ class Vocabulary:
         (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *self.merges]) + "\n", "utf-8")
 
 
-class Bytes:
-    """The vocabulary of a model that reads bytes: no tokenizer, and no token that begins a document."""
-
-    size, end = 256, None
-
-    def encode(self, text):
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
-
-    def fingerprint(self):
-        return crc32c(b"".join(struct.pack("<IB", 1, byte) for byte in range(256)))
+def byte_vocabulary():
+    """Returns the vocabulary of a model that reads bytes: no merges, and no token that begins a document."""
+    return Vocabulary(ALPHABET, [], "bytes")
 
 
 def check_words(whole, path):

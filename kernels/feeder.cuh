@@ -36,8 +36,7 @@ inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, 
     memset(feeder, 0, sizeof(*feeder));
     feeder->dev = dev;
     feeder->loader = loader_open(data, B, T, seed, shuffle, first_sequence, slice,
-                                 dev->gpu ? pinned_alloc : memory_take, dev->gpu ? pinned_free : free, feeder->error);
-    if (!feeder->loader) user_error("--data: %s", feeder->error);
+                                 dev->gpu ? pinned_alloc : memory_take, dev->gpu ? pinned_free : free);
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }
 

@@ -58,9 +58,8 @@ static Dataset open_data(Test* test, const char* path, int T) {
 // Reads the first `count` sequences from `first` on, T+1 tokens each, through batches of B.
 static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count, int* out,
                    LoaderSlice slice = {0, 0}) {
-    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, slice, malloc, free, error);
-    expect(loader, "%s", error);
-    for (int64_t done = 0; loader && done < count; done += B) {
+    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, slice, malloc, free);
+    for (int64_t done = 0; done < count; done += B) {
         const Batch* batch = loader_next(loader, error);
         expect(batch, "%s", error);
         if (!batch) break;
@@ -122,11 +121,10 @@ DATA_TEST(data_loader_batches) {
     enum { T = 32, B = 8, N = B * T };
     put_shard(joined(folder, "x.bin"), 0, 10000, [](int64_t i) { return i % 3 ? (int)(i * i % 50257) : 50256; });
     const Dataset data = open_data(test, joined(folder, "x.bin"), T);
-    Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
-    expect(loader, "%s", error);
+    Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free);
     static int kept[N];
     const Batch* last = NULL;
-    for (int i = 0; loader && i < 300; i++) {
+    for (int i = 0; i < 300; i++) {
         const Batch* batch = loader_next(loader, error);
         if (i % 50 == 0) usleep(3000);
         if (last) expect(memcmp(last->tokens, kept, sizeof(kept)) == 0, "batch %d changed", i - 1);
@@ -150,7 +148,7 @@ DATA_TEST(data_loader_batches) {
     loader_close(loader);
     // It can be closed at once, with the thread at work, and with a thread that waits.
     for (int i = 0; i < 20; i++) {
-        loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
+        loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free);
         if (i % 2) usleep(500);
         loader_close(loader);
     }
@@ -335,7 +333,7 @@ DATA_TEST(data_loader_token_above_vocabulary) {
     expect_refused(dataset_window(&data, T, 12, tokens, targets, error), error,
                    "y.bin holds token 65535 at position 30");
     // Through the loader the batches before it come, then NULL, again and again.
-    Loader* loader = loader_open(&data, 2, T, 1, false, 0, {0, 0}, malloc, free, error);
+    Loader* loader = loader_open(&data, 2, T, 1, false, 0, {0, 0}, malloc, free);
     for (int i = 0; i < 3; i++) expect(loader_next(loader, error), "batch %d: %s", i, error);
     for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
     loader_close(loader);
