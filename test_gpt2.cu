@@ -91,16 +91,9 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
 
 // Feeds one micro-batch from host memory, (B, T) each, with order and buckets as data/loader.h describes them.
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
-    int n = m->B * m->T, buckets = 0, used = 0;
+    const int n = m->B * m->T;
     std::vector<int> order(n), bucket(2 * (n + 1));
-    for (int token = 0; token < m->config.V; token++) {
-        int begin = used;
-        for (int i = 0; i < n; i++) {
-            if (tokens[i] == token) order[used++] = i;
-        }
-        if (used > begin) bucket[2 * buckets] = token, bucket[2 * buckets++ + 1] = begin;
-    }
-    bucket[2 * buckets] = -1, bucket[2 * buckets + 1] = n;
+    const int buckets = list_by_token(tokens, n, m->config.V, order.data(), bucket.data());
     copy_to_device(m->dev, m->input.tokens, tokens, n * sizeof(int));
     copy_to_device(m->dev, m->input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, m->input.order, order.data(), n * sizeof(int));

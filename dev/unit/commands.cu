@@ -12,8 +12,8 @@
 //     tokens, evals       a prepared folder `data` with the small tokenizer of cli.h, and a run of a step; files of
 //     --eval
 //
-// "case NAME both" makes two cases, NAME on the CPU and NAME_gpu, which sees the GPU; nothing runs beside "case NAME alone".
-// A command that exits with 77 skips the rest of its case, and says why.
+// "case NAME both" makes two cases, NAME on the CPU and NAME_gpu, which sees the GPU; nothing runs beside "case NAME
+// alone". A command that exits with 77 skips the rest of its case, and says why.
 #include <ctype.h>
 #include <limits.h>
 

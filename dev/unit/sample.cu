@@ -193,7 +193,8 @@ void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool
         DecodeText of_parts = text_begin(&w.room, 1 + 9 * i, i);
         decode_texts(&sampler.decoder, &alone, 1, STEPS), decode_texts(&in_parts.decoder, &of_parts, 1, STEPS);
         int at = text_difference(&alone, &together[i]);
-        expect(at < 0 && alone.used == 1 + 9 * i + STEPS, "text %d alone and beside others differ from token %d on", i, at);
+        expect(at < 0 && alone.used == 1 + 9 * i + STEPS, "text %d alone and beside others differ from token %d on", i,
+               at);
         at = text_difference(&of_parts, &together[i]);
         expect(at < 0, "text %d with weights in parts differs from token %d on", i, at);
         for (int step = 0; step < STEPS; step++) {

@@ -11,8 +11,8 @@ static void feed_random(const Model* m, float share) {
     feed(m, &tokens[0], &tokens[n], true, share);
 }
 
-// A gradient or a loss that is NaN changes nothing, and one that is finite again does. norm has more of what is not finite,
-// and laws_resume the steps after it.
+// A gradient or a loss that is NaN changes nothing, and one that is finite again does. norm has more of what is not
+// finite, and laws_resume the steps after it.
 TEST_BOTH(model_skips_nonfinite_steps) {
     Device dev = test_device(gpu);
     for (bool narrow : {false, true}) {

@@ -1,5 +1,5 @@
-// Tests of the tables row by row, against what is said of them: a run allocates what the lists and the banner print, and
-// the lists have every row.
+// Tests of the tables row by row, against what is said of them: a run allocates what the lists and the banner print,
+// and the lists have every row.
 #include "../../optim/plan.h"
 #include "steps.h"
 
