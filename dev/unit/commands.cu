@@ -201,7 +201,7 @@ static void run_line(Test* test, Typed* now, char* line) {
         if (pieces < rest && pieces) rest = pieces;
         if (*line == '$') now->said = typed(now, rest, false, &code);
         if (*line != '$') expect_refusal(test, now, rest, *line == '?');
-        if (code == 77) skip("%s", now->said);
+        if (code == 77) skip("%.*s", (int)strcspn(now->said, "\n"), now->said);
         expect(code == 0, "%s: exit code %d: %s", now->line, code, now->said);
         if (pieces) expect_said(test, now, pieces + 4, true);
     }
