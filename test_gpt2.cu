@@ -91,16 +91,9 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
 
 // Feeds one micro-batch from host memory, (B, T) each, with order and buckets as data/loader.h describes them.
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
-    int n = m->B * m->T, buckets = 0, used = 0;
+    const int n = m->B * m->T;
     std::vector<int> order(n), bucket(2 * (n + 1));
-    for (int token = 0; token < m->config.V; token++) {
-        int begin = used;
-        for (int i = 0; i < n; i++) {
-            if (tokens[i] == token) order[used++] = i;
-        }
-        if (used > begin) bucket[2 * buckets] = token, bucket[2 * buckets++ + 1] = begin;
-    }
-    bucket[2 * buckets] = -1, bucket[2 * buckets + 1] = n;
+    const int buckets = list_by_token(tokens, n, m->config.V, order.data(), bucket.data());
     copy_to_device(m->dev, m->input.tokens, tokens, n * sizeof(int));
     copy_to_device(m->dev, m->input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, m->input.order, order.data(), n * sizeof(int));
@@ -536,93 +529,6 @@ TEST_BOTH(model_decoded_parts) {
                        m.arena.decoded ? "decoded" : "a copy");
             }
             expect_same_training(test, weights, got[0], got[1]);
-        }
-    }
-}
-
-// Steps taken inside the backward pass have the bits of the same steps after it, and without clipping those of one step
-// over the whole arena; states in host memory change none of them.
-static void check_release(Test* test, const Device* dev, const Setup* setup, ClipBy by, float clip) {
-    constexpr int STEPS = 3;
-    // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
-    constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
-    Bytes state[2 * KINDS];
-    int64_t grads[2 * KINDS];
-    float norm[2 * KINDS], losses[STEPS];
-    for (int k = 0; k < 2 * KINDS; k++) {
-        const int kind = k % KINDS;
-        TestModel m;
-        OptimConfig config = setup_optim(setup);
-        config.offload = k >= KINDS;
-        model_shape(&m, dev, setup);
-        m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
-        arena_spread(&m.arena, &config);
-        m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
-        m.arena.releases = kind == INSIDE;
-        model_allocate(&m, &config);
-        train_words(&m, STEPS, 1, 1e-2f, kind == WHOLE ? 0 : clip, losses);
-        norm[k] = scalar(&m, SCALAR_NORM);
-        grads[k] = arena_grads_bytes(&m.arena);
-        expect(kind == WHOLE || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
-        arena_settle(&m.arena);
-        state[k] = streams(&m);
-    }
-    expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
-           (long long)grads[AFTER]);
-    expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
-    expect(state[AFTER] == state[INSIDE], "inside the backward pass: other bits");
-    expect((state[WHOLE] == state[AFTER]) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
-    for (int k = 0; k < KINDS; k++) {
-        expect(state[k] == state[KINDS + k] && norm[k] == norm[KINDS + k], "states on the host, kind %d: other bits",
-               k);
-    }
-}
-
-TEST_BOTH(model_release) {
-    const Device device = test_device(gpu), *dev = &device;
-    const char* const rows[][5] = {{"adamw32", "adamw", "bf16:sr", "bf16:sr", "dyn8/256"},
-                                   {"adamw32", "adamw", "lin8:sr", "bf16:sr", "dyn8/256"},
-                                   {"muon8", "", "lin8:sr", "", ""},
-                                   {"muon", "muon", "fp32", "fp32", ""},
-                                   {"muon8", "normuon", "bf16:sr", "soft8/32", ""},
-                                   {"adamw32", "normuon", "fp32", "fp32", ""}};
-    for (const auto& [preset, rule, weights, m, v] : rows) {
-        const bool adamw = strcmp(rule, "adamw") == 0;
-        Setup setup = {
-            {3, 64, 1, 32, 128, 128}, 2, 32, gpu ? OPTIM_BF16 : OPTIM_FP32, gpu, RECOMPUTE_NONE, 48, weights, m, v};
-        if (adamw) setup.config = {4, 128, 2, 64, 128, 128}, setup.T = 64;
-        setup.preset = preset, setup.rule = rule;
-        check_release(test, dev, &setup, CLIP_LAST, 0);
-        check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
-        if (!adamw) continue;
-        check_release(test, dev, &setup, CLIP_LAST, 0.05f);
-        setup.grads_bf16 = false;
-        if (gpu) check_release(test, dev, &setup, CLIP_LAST, 0.05f);
-    }
-}
-
-// A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
-TEST_BOTH(model_spills) {
-    const Device device = test_device(gpu), *dev = &device;
-    const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
-    for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
-        for (int layers : {1, 2, 3, 4, 7}) {
-            Setup setup = {
-                {layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
-            Trained got[2];
-            int64_t kept[2];
-            for (int k = 0; k < 2; k++) {
-                TestModel m;
-                setup.spills = k == 1, setup.kept_blocks = layers > 3 ? 2 : 1;
-                got[k] = train_small(&m, dev, &setup, 4);
-                kept[k] = activations_bytes(&m, true);
-            }
-            expect_same_training(test, formatted("%d layers", layers), got[0], got[1]);
-            // All but three leave; scratch may be what is largest.
-            const int64_t leave = spill_bytes(layers, 2 * 64 * 128 * (type == OPTIM_FP32 ? 4 : 2));
-            expect((leave > 0) == (layers > 2) && kept[0] - kept[1] <= leave, "%d layers: %lld bytes less", layers,
-                   (long long)(kept[0] - kept[1]));
-            if (layers == 7) expect(kept[0] - kept[1] == leave, "%lld bytes less", (long long)(kept[0] - kept[1]));
         }
     }
 }

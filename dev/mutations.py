@@ -40,8 +40,8 @@ ROWS = [
     ("kernels/cpu_gemm.h", "k0 == 0 && !gemm->accumulate;", "k0 == 0;", "cpu_gemm", ["test_gpt2", "unit/kernels"]),
     ("kernels/classifier.cuh", "chain[v - whole] += cpu_exp(row[v] - maximum);",
      "chain[v - whole] = cpu_exp(row[v] - maximum);", "model_golden", ["test_gpt2"]),
-    ("kernels/layer_ring.cuh", "return (int)(item % r->slots);", "return 0;", "model_release",
-     ["optim/model/arena", "optim/model/decode", "optim/model/offload", "optim/model/step", "test_gpt2", "unit/laws_model"]),
+    ("kernels/layer_ring.cuh", "return (int)(item % r->slots);", "return 0;", "cli_resume_offload",
+     ["optim/model/arena", "optim/model/decode", "optim/model/offload", "optim/model/step", "train_gpt2"]),
     ("kernels/ranks/shard.cuh", "SCALAR_STOP, 3, SHARD_MAX", "SCALAR_STOP, 2, SHARD_MAX", "multi_bad", ["train_gpt2"]),
     # optim
     ("optim/formats/bf16.cuh", "bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u", "optim_bf16", ["unit/optim"]),

@@ -1,5 +1,5 @@
 // The tests of the run-time compiler and those that compare its kernels share this. It gives them a cache of their own,
-// sets variables of the environment, compiles in several processes, runs ./train, and tells which formats are for m.
+// sets variables of the environment, compiles in several processes, and tells which formats are for m.
 #pragma once
 #include <dirent.h>
 #include <omp.h>
@@ -67,11 +67,6 @@ inline bool expect_compiles(Test* test, const char* expression, const char* arch
     expect(good && image.image_bytes > 1000, "%s, %s: %s", expression, architecture, good ? "it is empty" : error);
     if (good) jit_free(&image);
     return good;
-}
-
-// Runs the ./train beside this program. Returns what it writes to its two streams, and its exit code in *code.
-inline const char* run_train(const char* words, int* code) {
-    return shell(formatted("%s/train %s 2>&1 < /dev/null", test_folder(), words), code);
 }
 
 // Calls body(k) for each k below `count` in as many processes as there are cores, and waits for them; returns how many

@@ -1,5 +1,5 @@
-// Tests of the options alone, without a program that is started: names that other programs have for them, guesses,
-// numbers, words of a shell, and what is said of a full disk. commands.txt has whole command lines.
+// Tests of the options alone, without a program that is started: names that other programs have for them, numbers,
+// words of a shell, and what is said of a full disk. commands.txt has whole command lines.
 #include "../../data/options.h"
 #include "../../data/options_synonyms.h"
 #include "../../data/run_folder.h"
@@ -37,23 +37,6 @@ TEST(cli_synonyms) {
                row.answer);
     }
     note(test, "%d names", names);
-}
-
-// An unknown name is guessed only where a finger slipped, which commands.txt has more of.
-TEST(cli_guesses) {
-    static const char* const guesses[][2] = {{"bathc", "mean --batch?"},
-                                             {"sample_every_n", "mean --sample-every?"},
-                                             {"Warmup", "--warmup N"},
-                                             {"training.seq_len", "type --seq T"},
-                                             {"adam_beat2", "--beta2 F"}};
-    for (const auto& guess : guesses) {
-        const char* said = said_of(guess[0], strlen(guess[0]), false, error);
-        expect(strstr(said, guess[1]), "--%s: %s", guess[0], said);
-    }
-    for (const char* name : {"beta4", "adam_beta3", "max_tokens", "notes", "foo", "xx", "rl", "x.steps", "tree"}) {
-        const char* said = said_of(name, strlen(name), false, error);
-        expect(!strstr(said, "type ") && !strstr(said, "mean "), "--%s: %s", name, said);
-    }
 }
 
 TEST(cli_shell_words) {

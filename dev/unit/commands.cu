@@ -12,15 +12,19 @@
 //     tokens, evals       a prepared folder `data` with the small tokenizer of cli.h, and a run of a step; files of
 //     --eval
 //
-// "case NAME both" makes two cases, NAME on the CPU and NAME_gpu, which sees the GPU.
+// "case NAME both" makes two cases, NAME on the CPU and NAME_gpu, which sees the GPU; nothing runs beside "case NAME
+// alone". A command that exits with 77 skips the rest of its case, and says why.
 #include <ctype.h>
+#include <limits.h>
 
 #include "cli.h"
+#include "gpus.h"
 
 // A command line that was typed in the folder `work`, and its output.
 struct Typed {
     const char *work, *with, *line, *said;
-    bool gpu;
+    int gpus;  // that it sees: 0 where a case is for the CPU
+    bool peers;
 };
 
 // Returns the file from its beginning, or from the line after "case NAME", to the next case. NAME_gpu may be "NAME
@@ -28,6 +32,7 @@ struct Typed {
 static const char* lines_of_case(const char* name) {
     static const char* const file = contents(test_folder(), "dev/unit/commands.txt");
     const char* begin = *name ? strstr(file, formatted("\ncase %s\n", name)) : file;
+    if (!begin) begin = strstr(file, formatted("\ncase %s alone\n", name));
     if (!begin)
         begin = strstr(file, formatted("\ncase %.*s both\n", (int)strcspn(replaced(name, "_gpu", " "), " "), name));
     if (*name) begin = strchr(begin + 1, '\n') + 1;
@@ -39,9 +44,9 @@ static const char* lines_of_case(const char* name) {
 static const char* typed(const Typed* now, const char* command, bool errors_alone, int* code) {
     static const char* const functions = lines_of_case("");
     const char* settings =
-        formatted("%s OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive LC_ALL=C", now->gpu ? "" : "CUDA_VISIBLE_DEVICES=");
-    return shell(formatted("cd '%s'; program='%s' gpu=%s; unset RANK; export %s\n%s{ %s\n} </dev/null %s", now->work,
-                           test_folder(), now->gpu ? "yes" : "", settings, functions, command,
+        formatted("%s OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive LC_ALL=C", now->gpus ? "" : "CUDA_VISIBLE_DEVICES=");
+    return shell(formatted("cd '%s'; program='%s' gpus=%d peers=%d; unset RANK; export %s\n%s{ %s\n} </dev/null %s",
+                           now->work, test_folder(), now->gpus, now->peers, settings, functions, command,
                            errors_alone ? "2>&1 >/dev/null" : "2>&1"),
                  code);
 }
@@ -196,14 +201,16 @@ static void run_line(Test* test, Typed* now, char* line) {
         if (pieces < rest && pieces) rest = pieces;
         if (*line == '$') now->said = typed(now, rest, false, &code);
         if (*line != '$') expect_refusal(test, now, rest, *line == '?');
+        if (code == 77) skip("%.*s", (int)strcspn(now->said, "\n"), now->said);
         expect(code == 0, "%s: exit code %d: %s", now->line, code, now->said);
         if (pieces) expect_said(test, now, pieces + 4, true);
     }
 }
 
 static void run_case_of_file(Test* test) {
-    Typed now = {work_folder(), "", "", "", strstr(test->name, "_gpu") != nullptr};
-    if (now.gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    const bool gpu = strstr(test->name, "_gpu") != nullptr, several = strncmp(test->name, "multi_", 6) == 0;
+    if (gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    Typed now = {work_folder(), "", "", "", gpu ? test_gpus() : 0, gpu && several && gpus_reach_each_other(8)};
     for (const char* at = lines_of_case(test->name); *at;) {
         const char* line = printed([&](FILE* file) {
             do {
@@ -213,7 +220,7 @@ static void run_case_of_file(Test* test) {
             } while (strncmp(at, ". ", 2) == 0 && (at += 2));
         });
         if (*line != '#' && *line != '\n') run_line(test, &now, strndup(line, strlen(line) - 1));
-        if (test->failures > 20) return;  // what follows needs what failed
+        if (test->failures > 20 || test->skipped) return;  // what follows needs what failed
     }
 }
 
@@ -222,12 +229,12 @@ static const int added = [] {
     const char* file = contents(test_folder(), "dev/unit/commands.txt");
     if (!file) user_error("%s", error);
     int cases = 0;
-    char name[64], both[8];
+    char name[64], how[8];
     for (const char* at = file; (at = strstr(at, "\ncase ")) != nullptr; at++) {
-        const int words = sscanf(at, "\ncase %63s%7[ a-z]", name, both);
-        for (int gpu = 0; gpu < words; gpu++, cases++) {
+        const bool has = sscanf(at, "\ncase %63s%7[ a-z]", name, how) == 2, alone = has && strcmp(how, " alone") == 0;
+        for (int gpu = 0; gpu < (has && !alone ? 2 : 1); gpu++, cases++) {
             const char* own = formatted("%s%s", name, gpu ? "_gpu" : "");
-            new TestRegistration(new Test{own, run_case_of_file, 0, false, false, {0}, nullptr});
+            new TestRegistration(new Test{own, run_case_of_file, 0, false, alone, {0}, nullptr});
         }
     }
     return cases;

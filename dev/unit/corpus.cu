@@ -1,4 +1,6 @@
 // Tests of training text: every character of the tokenizer, files that are no text, and checksums of data.
+#include <fcntl.h>
+
 #include "../../data/loader.h"
 #include "../../data/tokenizer.h"
 #include "cli.h"

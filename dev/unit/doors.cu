@@ -2,11 +2,22 @@
 // shows in its exit code, its time or its terminal, as long as they do not know its secret.
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <time.h>
 
+#include <string>
+
+#include "../../data/clock.h"
+#include "../../data/files.h"
 #include "../../kernels/ranks/rendezvous.h"
 #include "apart.h"
-#include "cli.h"
+
+static void pause_ms(double ms) {
+    struct timespec time = {(time_t)(ms / 1000), (long)(fmod(ms, 1000) * 1e6)};
+    nanosleep(&time, nullptr);
+}
 
 // Returns a port of this process's own, so that tests at the same time do not meet.
 static int own_port(int which) {

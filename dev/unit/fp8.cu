@@ -5,7 +5,6 @@
 #include "../../kernels/layernorm.cuh"
 #include "../../kernels/linear_fp8.cuh"
 #include "../../optim/optim.h"
-#include "cli.h"
 #include "kernels.h"
 
 namespace {

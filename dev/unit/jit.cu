@@ -1,4 +1,4 @@
-// Tests of the run-time compiler, none of which needs a GPU but those named so: the compiler, the cache under
+// Tests of the run-time compiler, none of which needs a GPU: the compiler, the cache under
 // all that can happen to a file (damage, truncation, another owner, a folder that is read-only, another's or full, a
 // process killed as it writes, eight at once), what happens without NVRTC, and how long it takes. That combinations
 // compile is tested in laws_gpu.cu.
@@ -237,22 +237,6 @@ TEST(jit_without_nvrtc) {
            error);
     expect(!*cache_path(expression, "sm_90"), "a path");
     expect(folder_files(folder.path, false) == 0, "something was kept");
-}
-
-TEST(jit_without_nvrtc_gpu) {
-    Setting setting("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
-    CacheFolder folder;
-    int code;
-    const char* output =
-        run_train(formatted("--device gpu --layers 1 --channels 64 --heads 1 --seq 64 --batch 2 --steps 2 --run %s/own",
-                            folder.path),
-                  &code);
-    const char* said = strstr(output, "train: error: ");
-    expect(code == 2 && said, "exit code %d: %s", code, output);
-    if (said) {
-        ((char*)said)[strcspn(said, "\n")] = 0;
-        expect(says_what_is_missing(said), "%s", said);
-    }
 }
 
 // Threads that compile at the same time give what one after another gives.

@@ -67,33 +67,6 @@ TEST(cpu_gemm_bits) {
     }
 }
 
-// Tokens, most of them small, and the positions sorted by token, as the loader gives them.
-struct Positions {
-    int *tokens, *order, *bucket;
-    int count, buckets, largest;
-};
-
-Positions positions_create(int count, int V, double skew) {
-    Positions p = {};
-    p.count = count;
-    p.tokens = (int*)malloc(count * sizeof(int)), p.order = (int*)malloc(count * sizeof(int));
-    p.bucket = (int*)malloc((count + 1) * 2 * sizeof(int));
-    int* first = (int*)calloc(V + 1, sizeof(int));
-    for (int i = 0; i < count; i++) {
-        p.tokens[i] = (int)(V * pow(0.5 + 0.5 * test_uniform(11, i), skew)) % V;
-        first[p.tokens[i] + 1]++;
-    }
-    for (int v = 0; v < V; v++) {
-        if (first[v + 1] > p.largest) p.largest = first[v + 1];
-        bool occurs = first[v + 1] > 0;
-        first[v + 1] += first[v];
-        if (occurs) p.bucket[2 * p.buckets] = v, p.bucket[2 * p.buckets + 1] = first[v], p.buckets++;
-    }
-    p.bucket[2 * p.buckets] = -1, p.bucket[2 * p.buckets + 1] = count;
-    for (int i = 0; i < count; i++) p.order[first[p.tokens[i]]++] = i;
-    return p;
-}
-
 // The operators.
 
 template <typename X>
@@ -375,26 +348,29 @@ OPERATOR_BOTH(matmul_backward) {
 template <typename X, typename G>
 void embedding_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {
     int64_t n = (int64_t)B * T * C, table = (int64_t)Vp * C, places = (int64_t)T * C;
-    Positions p = positions_create(B * T, V, skew);
+    const int N = B * T;
     Room room(dev);
-    int *tokens = room.to_device(p.tokens, B * T), *order = room.to_device(p.order, B * T);
-    int* bucket = room.to_device(p.bucket, 2 * (p.buckets + 1));
+    int *host = room.host<int>(N), *host_order = room.host<int>(N), *host_bucket = room.host<int>(2 * (N + 1)), largest;
+    for (int i = 0; i < N; i++) host[i] = (int)(V * pow(0.5 + 0.5 * test_uniform(11, i), skew)) % V;  // most are small
+    const int buckets = list_by_token(host, N, V, host_order, host_bucket, &largest);
+    int *tokens = room.to_device(host, N), *order = room.to_device(host_order, N);
+    int* bucket = room.to_device(host_bucket, 2 * (buckets + 1));
     const bool tied = std::is_same_v<G, float>;  // then the gradient is the sum
     Array<X> wte(dev, table, 1, 1.0f), wpe(dev, places, 2, 1.0f), out(dev, n), d(dev, n, 3, 1.0f);
     Array<float> sum(dev, table, 4, 1.0f);
-    embedding_forward_cpu(out.want, p.tokens, wte.host, wpe.host, B, T, C);
+    embedding_forward_cpu(out.want, host, wte.host, wpe.host, B, T, C);
     const auto forward = [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); };
     check_outputs(test, worst, forward, {{"out", &out, EPS32}});
     for (bool accumulate : {false, true}) {
         Array<G> dwte(dev, tied ? 1 : table), dwpe(dev, places, 5, 1.0f, accumulate);
         memcpy(sum.want, sum.host, table * sizeof(float));
-        embedding_backward_cpu(sum.want, dwpe.want, d.host, p.order, p.bucket, p.buckets, B, T, C, accumulate);
+        embedding_backward_cpu(sum.want, dwpe.want, d.host, host_order, host_bucket, buckets, B, T, C, accumulate);
         if (!tied) memcpy(dwte.want, sum.want, table * sizeof(float));
         const auto run = [&] {
             embedding_backward(dev, tied ? (G*)sum.device : dwte.device, dwpe.device, sum.device, d.device, order,
-                               bucket, p.buckets, B, T, C, Vp, accumulate);
+                               bucket, buckets, B, T, C, Vp, accumulate);
         };
-        const double bound = product_bound(p.largest, 1.0);
+        const double bound = product_bound(largest, 1.0);
         const Output outputs[] = {
             {"dwpe", &dwpe, product_bound(B, 1.0)}, {"dwte_sum", &sum, bound}, {"dwte", &dwte, bound}};
         check_outputs(test, worst, run, outputs, tied ? 2 : 3);

@@ -43,6 +43,10 @@ static void check_norm(Test* test, const Device* dev, int64_t n) {
     expect(isnan(got[0]) && isnan(got[1]), "a NaN: norm %g, factor %g", got[0], got[1]);
     got = norm(INFINITY, 0.0f);
     expect(isinf(got[0]) && isnan(got[1]), "an infinity: norm %g, factor %g", got[0], got[1]);
+    const G huge = from_float<G>(3e38f);
+    copy_to_device(dev, grads, &huge, sizeof(G));
+    got = norm(3e38f, 1.0f);
+    expect(n == 1 || (isinf(got[0]) && isnan(got[1])), "beyond fp32: norm %g, factor %g", got[0], got[1]);
 }
 
 TEST_BOTH(norm) {

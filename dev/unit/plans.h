@@ -10,10 +10,11 @@ static void expect_allocated(Test* test, const char* what, int64_t planned, void
            (long long)planned, (long long)sum);
 }
 
-// Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.
+// Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots of
+// states and three layers' residuals.
 TEST(memory_plan_offload) {
     Device dev = test_device(false);
-    const Setup setup = {{5, 128, 2, 64, 128, 128}, 2, 64,        OPTIM_FP32, false,
+    const Setup setup = {{7, 128, 2, 64, 128, 128}, 2, 64,        OPTIM_FP32, false,
                          RECOMPUTE_BLOCK,           0, "bf16:sr", "fp32",     "dyn8/256"};
     MemoryPlan plan[2];
     for (int k = 0; k < 2; k++) {
@@ -25,7 +26,7 @@ TEST(memory_plan_offload) {
         m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
         plan[k] = memory_plan(&m, &config);
         model_allocate(&m, &config);
-        const int64_t spilled = k == 1 ? spill_bytes(5, residual_bytes(&m)) : 0;
+        const int64_t spilled = k == 1 ? spill_bytes(7, residual_bytes(&m)) : 0;
         const int64_t slots = k == 1 ? offload_bytes(&m.arena, &config) : 0;
         const OptimBytes real = m.arena.optim->allocated;
         expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
@@ -34,6 +35,9 @@ TEST(memory_plan_offload) {
     }
     expect(plan[0].host == 0 && plan[1].host > 0 && plan[1].total - plan[1].host < plan[0].total,
            "the device has less");
+    const int64_t residuals = spill_bytes(7, 2 * 64 * 128 * 4);
+    expect(residuals > 0 && spill_bytes(2, 4096) == 0 && plan[0].activations - plan[1].activations == residuals,
+           "%lld bytes of activations less", (long long)(plan[0].activations - plan[1].activations));
     expect(plan[1].states < plan[0].states / 2, "%lld of %lld bytes of states stay", (long long)plan[1].states,
            (long long)plan[0].states);
 }

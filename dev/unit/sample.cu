@@ -174,28 +174,9 @@ TEST(sampling_cache_changes_no_bit) {
     }
 }
 
-// Weights that are decoded or gathered a part at a time give the same text, of a model of one layer too.
-TEST_BOTH(sampling_weights_in_parts) {
-    const Device dev = test_device(gpu);
-    for (int layers : {2, 1}) {
-        DecodeShape shape = SMALL;
-        shape.L = layers;
-        Weights w(&shape, false, 8);
-        const DrawOptions draw = {0.9, 20, 3};
-        DecodeText texts[2];
-        for (bool in_parts : {false, true}) {
-            Sampler sampler(&dev, &shape, &w, true, 1, &draw, 0, in_parts);
-            texts[in_parts] = text_begin(&w.room, 30, 0);
-            decode_texts(&sampler.decoder, &texts[in_parts], 1, 20);
-        }
-        const int at = text_difference(&texts[0], &texts[1]);
-        expect(at < 0, "%d layers: the texts differ from token %d on", layers, at);
-        expect(texts[0].used == 50, "%d layers: %lld tokens", layers, (long long)texts[0].used);
-    }
-}
-
 // Several tests ask this on either device: texts do not depend on the cache (each token by a new decoder that computes
-// the window from nothing), nor on the texts beside them, and end where they are told to.
+// the window from nothing), nor on the texts beside them, nor on weights that are decoded or gathered a part at a time,
+// and end where they are told to.
 void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool fp32, double temperature) {
     constexpr int STEPS = 30, TEXTS = 3;
     Weights w(s, true, 11);
@@ -206,12 +187,16 @@ void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool
         Sampler sampler(dev, s, &w, fp32, TEXTS, &draw, 0);
         decode_texts(&sampler.decoder, together, TEXTS, STEPS);
     }
-    Sampler sampler(dev, s, &w, fp32, 1, &draw, 0);
+    Sampler sampler(dev, s, &w, fp32, 1, &draw, 0), in_parts(dev, s, &w, fp32, 1, &draw, 0, fp32);
     for (int i = 0; i < TEXTS; i++) {
         DecodeText alone = text_begin(&w.room, 1 + 9 * i, i), uncached = text_begin(&w.room, 1 + 9 * i, i);
-        decode_texts(&sampler.decoder, &alone, 1, STEPS);
+        DecodeText of_parts = text_begin(&w.room, 1 + 9 * i, i);
+        decode_texts(&sampler.decoder, &alone, 1, STEPS), decode_texts(&in_parts.decoder, &of_parts, 1, STEPS);
         int at = text_difference(&alone, &together[i]);
-        expect(at < 0, "text %d alone and beside others differ from token %d on", i, at);
+        expect(at < 0 && alone.used == 1 + 9 * i + STEPS, "text %d alone and beside others differ from token %d on", i,
+               at);
+        at = text_difference(&of_parts, &together[i]);
+        expect(at < 0, "text %d with weights in parts differs from token %d on", i, at);
         for (int step = 0; step < STEPS; step++) {
             uncached.cached = 0;
             decode_texts(&sampler.decoder, &uncached, 1, 1);
@@ -531,7 +516,11 @@ TEST_BOTH(sampling_texts) {
     for (bool fp32 : {true, false}) {
         if (gpu) expect_same_texts(test, &dev, &s, fp32, 0.8);
         if (gpu) expect_same_texts(test, &dev, &s, fp32, 0);
-        if (gpu || fp32) expect_same_texts(test, &dev, &SMALL, fp32, 0.8);
+        for (int layers : {1, 2}) {
+            DecodeShape small = SMALL;
+            small.L = layers;
+            if (gpu || fp32) expect_same_texts(test, &dev, &small, fp32, 0.8);
+        }
     }
 }
 

@@ -4,62 +4,33 @@
 
 // Feeds a micro-batch of random tokens and targets. Losses and gradients are multiplied by `share`: one of NaN makes
 // them NaN.
-static void feed_random(const Model* m, int seed, bool first = true, float share = 1.0f) {
+static void feed_random(const Model* m, float share) {
     const int n = m->B * m->T;
     std::vector<int> tokens(2 * n);
-    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(40 + seed, i)));
-    feed(m, &tokens[0], &tokens[n], first, share);
+    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(41, i)));
+    feed(m, &tokens[0], &tokens[n], true, share);
 }
 
-enum Poison { GRADIENT_NAN, GRADIENT_INFINITE, GRADIENT_HUGE, LOSS_NAN, LOSS_INFINITE, POISONS };
-
-static void poison(const Model* m, Poison kind) {
-    // The norm of 64 elements of 3e38 is beyond fp32.
-    float value = kind == GRADIENT_NAN || kind == LOSS_NAN ? NAN : kind == GRADIENT_HUGE ? 3e38f : INFINITY;
-    if (kind >= LOSS_NAN) {
-        copy_to_device(m->dev, m->scalars, &value, sizeof(value));
-        return;
-    }
-    bf16 rounded = from_float<bf16>(value);
-    for (int i = 0; i < (kind == GRADIENT_HUGE ? 64 : 1); i++) {
-        int64_t at = m->arena.tensors[FIRST_BLOCK + 2].offset + 5 + i;
-        if (m->arena.grads_bf16) copy_to_device(m->dev, (bf16*)m->arena.grads + at, &rounded, sizeof(rounded));
-        if (!m->arena.grads_bf16) copy_to_device(m->dev, (float*)m->arena.grads + at, &value, sizeof(value));
-    }
-}
-
-// Four steps, and the same with poisoned ones among them: those change nothing, and all else is the same to the bit.
-static void check_skips(Test* test, const Device* dev, const Setup* setup) {
-    Bytes state[2], before;
-    for (int run = 0; run < 2; run++) {
-        TestModel m(dev, setup);
-        model_init(&m, 5);
-        for (int step = 1; step <= 4; step++) {
-            for (int kind = 0; kind < (run == 1 ? POISONS : 0); kind++) {
-                feed_random(&m, 100 + step);
-                poison(&m, (Poison)kind);
-                before = streams(&m);
-                update(&m, 1e-3f, step % 2 ? 1.0f : 0.0f, step);
-                expect(isnan(scalar(&m, 2)), "poison %d: the factor is %g", kind, scalar(&m, 2));
-                expect(before == streams(&m), "poison %d changes weights or states", kind);
-            }
-            feed_random(&m, step);
-            expect(isfinite(scalar(&m, 0)), "a loss of %g after poisoned steps", scalar(&m, 0));
-            before = streams(&m);
-            update(&m, 1e-3f, 1.0f, step);
-            expect(before != streams(&m), "step %d changes nothing", step);
-        }
-        state[run] = streams(&m);
-    }
-    expect(state[0] == state[1], "steps that were skipped leave traces");
-}
-
+// A gradient or a loss that is NaN changes nothing, and one that is finite again does. norm has more of what is not
+// finite, and laws_resume the steps after it.
 TEST_BOTH(model_skips_nonfinite_steps) {
     Device dev = test_device(gpu);
-    Setup setup = TRAINED;
-    check_skips(test, &dev, &setup);
-    setup.T = 32, setup.type = OPTIM_BF16, setup.grads_bf16 = true;
-    if (gpu) check_skips(test, &dev, &setup);
+    for (bool narrow : {false, true}) {
+        Setup setup = TRAINED;
+        if (narrow && !gpu) break;
+        if (narrow) setup.T = 32, setup.type = OPTIM_BF16, setup.grads_bf16 = true;
+        TestModel m(&dev, &setup);
+        model_init(&m, 5);
+        for (const auto& [share, loss] : {std::pair(NAN, 1.0f), {1.0f, NAN}, {1.0f, 1.0f}}) {
+            feed_random(&m, share);
+            copy_to_device(&dev, m.scalars, &loss, sizeof(loss));
+            const Bytes before = streams(&m);
+            update(&m, 1e-3f, 1.0f, 1);
+            const bool good = isfinite(share) && isfinite(loss);
+            expect(isnan(scalar(&m, 2)) == !good && (before == streams(&m)) == !good, "share %g, loss %g: factor %g",
+                   share, loss, scalar(&m, 2));
+        }
+    }
 }
 
 // One value of each stored array in turn is no longer finite: the checkpoint is refused with its array's name, and is

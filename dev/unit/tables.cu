@@ -1,33 +1,11 @@
 // Tests of the tables row by row, against what is said of them: a run allocates what the lists and the banner print,
-// the lists have every row, and zeros, NaN and infinity stay what they may be in each format of states.
+// and the lists have every row.
 #include "../../optim/plan.h"
 #include "steps.h"
 
 static OptimConfig table_config(const char* preset, const char* weights, const char* m, const char* v) {
     OptimConfig config = {{}, preset, "", weights, "fp32", m, v, 77};
     return resolved(config);
-}
-
-// The row of a name that may leave its block out.
-static const FormatRow* state_row(const char* name) {
-    return find_row(state_table(), table_config("", "fp32", "fp32", name).v);
-}
-
-// The second element of a tile of ones becomes this; the others stay near one, and finite beside infinity.
-static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
-    static float codes[TILE_ELEMENTS], extra[TILE_ELEMENTS], more[TILE_ELEMENTS], x[TILE_ELEMENTS], back[TILE_ELEMENTS];
-    void* table = malloc((size_t)format->table_bytes + 1);
-    if (format->table_bytes) format->fill(table);
-    for (float& one : x) one = 1.0f;
-    x[1] = strange;
-    Streams streams = {codes, extra, table, more};
-    format->store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 7, slot});
-    format->load(streams, 0, back, TILE_ELEMENTS, NoiseKey{5, 8, slot});
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
-        const bool stays = isinf(strange) ? isfinite(back[i]) && back[i] >= 0.0f : back[i] > 0.5f && back[i] < 1.5f;
-        expect(i == 1 || stays, "%s: beside %g a one became %g", format->name, (double)strange, (double)back[i]);
-    }
-    return back[1];
 }
 
 // A matrix in which the arrays of every format in blocks are a multiple of 256 bytes: nothing is rounded up.
@@ -167,68 +145,4 @@ TEST(tables_list_of_presets) {
         rows++;
     }
     expect(rows == PRESET_COUNT, "%d rows", rows);
-}
-
-static const char* number(float x, char (&text)[32]) {
-    snprintf(text, sizeof(text), "%.3g", fabs((double)x) == 0.0 ? 0.0 : isnan(x) ? (double)NAN : (double)x);
-    return text;
-}
-
-// `dyn8` | 5.5e-07 | 0, 0 | ... : what a v of zero becomes, NaN in m and in v, to nearest and with noise, infinity.
-static void strange_row(Test* test, const char* name, char* row, size_t bytes) {
-    char noisy_name[64], cell[7][32];
-    snprintf(noisy_name, sizeof(noisy_name), "%s:sr", name);
-    const FormatRow *plain = state_row(name), *noisy = is(name, "fp32") ? plain : state_row(noisy_name);
-    number(becomes(test, plain, NOISE_V, 0.0f), cell[0]);
-    for (int v = 0; v < 2; v++) {
-        uint32_t slot = v ? NOISE_V : NOISE_M;
-        number(becomes(test, plain, slot, NAN), cell[1 + 2 * v]);
-        number(becomes(test, noisy, slot, NAN), cell[2 + 2 * v]);
-        if (v || plain->has_sign) continue;
-        for (int i = 1; i < 3; i++) snprintf(cell[i], sizeof(cell[i]), "–");
-    }
-    number(becomes(test, plain, NOISE_V, INFINITY), cell[5]);
-    number(becomes(test, noisy, NOISE_V, INFINITY), cell[6]);
-    snprintf(row, bytes, "| `%.*s` | %s | %s, %s | %s, %s | %s, %s |\n", (int)strcspn(name, "/"), name, cell[0],
-             cell[1], cell[2], cell[3], cell[4], cell[5], cell[6]);
-}
-
-// A row for each format at its default block, as strange_row writes it. A format without a row is not compared.
-static const char* const recorded[] = {
-    "| `fp32` | 0 | nan, nan | nan, nan | inf, inf |\n",
-    "| `bf16` | 0 | nan, nan | nan, nan | inf, inf |\n",
-    "| `fp16` | 0 | nan, 6.55e+04 | nan, 6.55e+04 | inf, 6.55e+04 |\n",
-    "| `dyn8` | 5.5e-07 | 0, 0 | 5.5e-07, 5.5e-07 | 4.25e+37, 4.25e+37 |\n",
-    "| `udyn8` | 3.25e-07 | –, – | 3.25e-07, 3.25e-07 | 4.25e+37, 4.25e+37 |\n",
-    "| `e4m3` | 4.36e-06 | nan, 0 | 4.36e-06, 4.36e-06 | 4.25e+37, 4.25e+37 |\n",
-    "| `e5m2` | 2.66e-10 | nan, 0 | 2.66e-10, 2.66e-10 | 4.25e+37, 4.25e+37 |\n",
-    "| `soft8` | 0.00395 | 1, 0 | 1, 0.00395 | 4.25e+37, 4.25e+37 |\n",
-    "| `sqrt8` | 1.54e-05 | –, – | 1.54e-05, 1.54e-05 | 1.54e-05, 1.54e-05 |\n",
-    "| `lin8` | 0.00787 | -1, -1 | 0.00787, 0.00787 | 4.25e+37, 4.25e+37 |\n",
-    "| `ulin8` | 0.00392 | –, – | 0.00392, 0.00392 | 4.25e+37, 4.25e+37 |\n",
-    "| `de4` | 0.0055 | 1, -0.887 | 1, 0.0055 | 4.25e+37, 4.25e+37 |\n",
-    "| `lin4` | 0.0625 | –, – | 0.0625, 0.0625 | 4.25e+37, 4.25e+37 |\n",
-    "| `sqrt4` | 0.00391 | –, – | 0.00391, 0.00391 | 0.00391, 0.00391 |\n",
-    "| `nf4` | 0.0796 | 1, -1 | 1, 0.0796 | 4.25e+37, 4.25e+37 |\n",
-    "| `adanf4` | 0.0796 | 1, -1 | 1, 0.0796 | 4.25e+37, 4.25e+37 |\n",
-    "| `e2m1` | 0.0833 | 0, 0 | 0.0833, 0.0833 | 4.25e+37, 4.25e+37 |\n",
-    "| `adalog8` | 1.18e-38 | –, – | 1.18e-38, 1.18e-38 | 1.7e+38, 1.7e+38 |\n",
-};
-
-TEST(tables_strange_is_as_recorded) {
-    char row[512];
-    const char* last = "";
-    int compared = 0;
-    for (const char* name : STATE_NAMES) {
-        bool first = strncmp(name, last, strcspn(name, "/:@") + 1) != 0;  // of its kind, the default
-        if (in_spans(name) || strpbrk(name, ":@") || !first) continue;
-        last = name;
-        strange_row(test, name, row, sizeof(row));
-        for (const char* want : recorded) {
-            if (strncmp(want, row, strcspn(row + 3, "`") + 4) != 0) continue;
-            expect(is(want, row), "%s was recorded and is now\n%s", want, row);
-            compared++;
-        }
-    }
-    expect(compared == (int)(sizeof(recorded) / sizeof(recorded[0])), "%d rows were compared", compared);
 }

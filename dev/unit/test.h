@@ -142,6 +142,23 @@ inline float test_uniform(uint64_t seed, int64_t i) {
     return (float)((double)(z >> 11) / 9007199254740992.0 * 2.0 - 1.0);
 }
 
+// Lists n positions by their tokens as the loader does, with order (n) and bucket (n + 1, 2). Returns how many buckets
+// there are, and in *largest the positions of the largest.
+inline int list_by_token(const int* tokens, int n, int V, int* order, int* bucket, int* largest = nullptr) {
+    int buckets = 0, used = 0, most = 0;
+    for (int token = 0; token < V; token++) {
+        const int begin = used;
+        for (int i = 0; i < n; i++) {
+            if (tokens[i] == token) order[used++] = i;
+        }
+        if (used > begin) bucket[2 * buckets] = token, bucket[2 * buckets++ + 1] = begin;
+        most = used - begin > most ? used - begin : most;
+    }
+    bucket[2 * buckets] = -1, bucket[2 * buckets + 1] = n;
+    if (largest) *largest = most;
+    return buckets;
+}
+
 // Returns the folder of this program, where ./train and the sources are too.
 inline const char* test_folder() {
     static char path[2048];
