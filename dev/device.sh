@@ -23,46 +23,28 @@ failed() {
     status=1
 }
 
-# Starts ./train once for each process of a group, with the variables of torchrun or of srun.
-group() { # torchrun|slurm GROUP OPTIONS...
-    local launcher=$1 group=$2 local
-    shift 2
-    for local in $(seq 0 $((half - 1))); do
-        local rank=$((group * half + local)) variables
-        case $launcher in
-        torchrun) variables=(RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK="$local" LOCAL_WORLD_SIZE=$half MASTER_ADDR=127.0.0.1
-            MASTER_PORT=29400 TORCHELASTIC_RUN_ID=none) ;;
-        slurm) variables=(SLURM_JOB_ID=$$ SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID="$local" SLURM_STEP_NUM_TASKS=$ranks
-            SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost,localhost) ;;
-        esac
-        env "${variables[@]}" ./train "$@" &
-    done
-    wait
-}
-
 # Two groups of processes, each of which sees half of the GPUs, end with the weights of --gpus N.
 launchers() {
-    local ranks=$gpus steps=100 more=()
-    if [ "$gpus" = 0 ]; then
-        export NIBBLE_STAND_IN=1
-        ranks=4 steps=10 more=(--device cpu)
-    fi
-    local half=$((ranks / 2)) log=$OUT/launchers.log run=build/launchers launcher group weights
-    [ "$half" -gt 0 ] || { failed "launchers: two groups need 2 GPUs"; return; }
-    weights=step_$(printf %08d "$steps")/model.safetensors
-    more+=(--steps "$steps" --shard states --sample-every 0 --val-every 0 --join-timeout 60)
-    rm -rf "$run" && mkdir -p "$run"
-    ./train --gpus $((half * 2)) --run "$run/gpus" "${more[@]}" > "$log" 2>&1 || failed "--gpus: $log"
-    for launcher in torchrun slurm; do
-        for group in 0 1; do
-            CUDA_VISIBLE_DEVICES=$(seq -s, $((group * half)) $(((group + 1) * half - 1))) group $launcher $group \
-                --run "$run/$launcher" "${more[@]}" > "$run/$launcher.$group" 2>&1 &
-        done
-        wait
-        (cd "$run" && tail -n +1 "$launcher.0" "$launcher.1") >> "$log"
-        grep '^ ranks ' "$run/$launcher.0" && cmp "$run/gpus/$weights" "$run/$launcher/$weights" &&
-            echo "$launcher, two groups of $half: the weights of --gpus $((half * 2))" || failed "$launcher: $log"
+    local n=$((gpus / 2 * 2)) steps=100 run=build/launchers by device=gpu stand_in= words step
+    [ "$gpus" != 1 ] || { failed "launchers: two groups need 2 GPUs"; return; }
+    [ "$gpus" != 0 ] || n=4 steps=10 device=cpu stand_in=1
+    step=$(printf %08d "$steps")
+    words="--device $device --steps $steps --shard states --sample-every 0 --val-every 0 --join-timeout 60"
+    local half=$((n / 2)) train="NIBBLE_STAND_IN=$stand_in $PWD/train $words" log
+    log=$(realpath "$OUT")/launchers.log
+    # shellcheck disable=SC1090
+    . <(sed '/^case /,$d' dev/unit/commands.txt) # launched, $torchrun and same
+    local slurm='SLURM_JOB_ID=$port SLURM_STEP_ID=0 SLURM_PROCID=$r SLURM_LOCALID=$((r % (n / 2))) SLURM_STEP_NUM_TASKS=$n
+        SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost,localhost'
+    local own='CUDA_VISIBLE_DEVICES=$(seq -s, $((r / half * half)) $((r / half * half + half - 1)))'
+    rm -rf "$run" && mkdir -p "$run" && cd "$run" || exit
+    eval "$train --gpus $n --run gpus" > "$log" 2>&1 || failed "--gpus: $log"
+    for by in "$torchrun TORCHELASTIC_RUN_ID=none" "$slurm"; do
+        rm -rf launched && launched "${by//$'\n'/}" "$n" "$own $train --run launched"
+        tail -n +1 ./*.out ./*.err >> "$log"
+        grep '^ ranks ' 0.out && same gpus launched "$step" && echo "two groups of $half: the weights of --gpus $n" || failed "${by%%=*}: $log"
     done
+    cd - > /dev/null || exit
 }
 
 pack() {

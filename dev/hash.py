@@ -2,10 +2,12 @@
 """Checksums of short trainings. Equal rows show that a change of the code changed no bit.
 
     make hash      HASH="--short", "-k muon", "--device gpu", "--against OTHER/build/train", "--record" choose
+    python3 dev/hash.py NEW/build/train --against OLD/build/train --resumes        old checkpoints load and go on
 
 A case is a line of options for 20 steps of a tiny model on text from a generator in this file. "A -> B" resumes a
-checkpoint of A after ten steps with the options B. A row has the checksums of the weights, the optimizer's states, the
-losses with the norms, and the samples. dev/results/hash.txt has the rows of the commit that last changed it, and the
+checkpoint of A after ten steps with the options B. With --resumes these alone are run: both programs go on from
+OLD's checkpoint, without clipping, and norms may differ. A row has the checksums of the weights, the optimizer's states,
+the losses with the norms, and the samples. dev/results/hash.txt has the rows of the commit that last changed it, and the
 machine that they are from. On another machine that commit is built beside this one, and its rows are compared with.
 The exit status is 1 if a row differs. What changes bits on purpose says so in its commit, with the rows of --record.
 """
@@ -45,8 +47,9 @@ def arrays(path):
     return checksum(b"".join(f"{name} {type}".encode() + data for name, (type, _, data) in sorted(read_arrays(path).items())))
 
 
-def row(program, case, work, device, gpu):
+def row(program, case, work, options, gpu):
     """Runs a case in a new folder. Returns its four checksums, or why there are none."""
+    device, begins = options.device, options.against.resolve() if options.resumes else program
     tree = next((folder for folder in program.parents if (folder / "optim/python").exists()), ROOT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tree}/optim/python",
                    "NIBBLE_OPTIM_LIBRARY": f"{program.parent}/lib/libnibble_optim.so"}
@@ -54,11 +57,11 @@ def row(program, case, work, device, gpu):
         environment["NIBBLE_STAND_IN"] = "1"
     elif "--gpus" not in case:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    common = f"{program} --device {device} --data {work.parent}/text.bin {COMMON} --run {work}"
+    common = f"--device {device} --data {work.parent}/text.bin {COMMON} --run {work}"
     case = re.sub(r"(--(preset|rule) (galore|fira|apollo)\S*)", r"\1 --rank-gap 6", case)
-    texts = [f"{common}/{i} {text}" for i, text in enumerate(case.split("->"))]
+    texts = [f"{program if i else begins} {common}/{i} {text}" for i, text in enumerate(case.split("->"))]
     if len(texts) > 1:
-        texts[1] += f" --resume {work}/0/step_00000010"
+        texts[1] += f" --resume {work}/0/step_00000010" + " --clip 0" * options.resumes
     if case.startswith("library"):
         commands = [[sys.executable, "-c", LIBRARY_CODE, *case.split()[1:]]]
     else:
@@ -71,9 +74,10 @@ def row(program, case, work, device, gpu):
         if case.startswith("library"):
             return done.stdout.strip()
         folder, losses, samples = work / str(len(commands) - 1), b"", b""
+        told = ("loss",) if options.resumes else ("loss", "norm")
         for record in map(json.loads, open(folder / "log.jsonl")):
             if record["type"] in ("train", "val"):
-                losses += struct.pack("<ff", *(float(record.get(key, 0) or "nan") for key in ("loss", "norm")))
+                losses += struct.pack(f"<{len(told)}f", *(float(record.get(key, 0) or "nan") for key in told))
             if record["type"] == "sample":
                 samples += record["text"].encode()
         last = folder / "step_00000020"
@@ -94,7 +98,7 @@ def rows(program, cases, options):
             text.append(97 + (text[-1] * 3 + text[-2] + (state >> 60) // 5) % 16)
         Path(folder, "text.bin").write_bytes(text)
         with ThreadPoolExecutor(options.jobs) as pool:
-            made = pool.map(lambda i: row(program, cases[i], Path(folder, str(i)), options.device, str(i % max(options.gpus, 1))), range(len(cases)))
+            made = pool.map(lambda i: row(program, cases[i], Path(folder, str(i)), options, str(i % max(options.gpus, 1))), range(len(cases)))
             return dict(zip(cases, made))
 
 
@@ -126,6 +130,7 @@ def chosen(program, options):
         cases += MIXED
         built = all((one.resolve().parent / "lib/libnibble_optim.so").exists() for one in (program, options.against or program))
         cases += [f"library {text}" for text in LIBRARY if options.device == "cpu" and built]
+    cases = [case for case in cases if "->" in case or not options.resumes]
     return [case for case in cases if options.k in case and not (options.device == "cpu" and "--matmul fp32" in case)]
 
 
@@ -153,8 +158,11 @@ def main():
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="cases at once")
     parser.add_argument("--against", type=Path, metavar="PROGRAM", help="compare with another built ./train")
+    parser.add_argument("--resumes", action="store_true", help="resume the checkpoints of the program of --against")
     parser.add_argument("--record", action="store_true", help=f"write the rows into {RECORDED}")
     options = parser.parse_args()
+    if options.resumes and not options.against:
+        parser.error("--resumes wants --against OLD/build/train, whose checkpoints are resumed")
     options.gpus = command_output("nvidia-smi", "-L").count("GPU ") if options.device == "gpu" else 0
     program, here = options.program.resolve(), machine(options.program.resolve(), options.device)
     cases = chosen(program, options)

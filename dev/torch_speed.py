@@ -33,22 +33,17 @@ except ImportError as missing:
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "optim" / "python"))
 import nibble_optim  # noqa: E402: from the repository
+from examples.train_torch import GPT  # noqa: E402: it wants torch
 
 MODELS = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 WARM, STEPS = 3, 30
 
 
 def shapes(layers, C, vocabulary):
-    """Returns names and shapes in the order of nanoGPT's model."""
-    norm = [("weight", (C,)), ("bias", (C,))]
-    block = [(f"{name}.{part}", shape) for name, parts in [
-        ("ln_1", norm), ("attn.c_attn", [("weight", (3 * C, C)), ("bias", (3 * C,))]),
-        ("attn.c_proj", [("weight", (C, C)), ("bias", (C,))]), ("ln_2", norm),
-        ("mlp.c_fc", [("weight", (4 * C, C)), ("bias", (4 * C,))]),
-        ("mlp.c_proj", [("weight", (C, 4 * C)), ("bias", (C,))])] for part, shape in parts]
-    return [("wte.weight", (vocabulary, C)), ("wpe.weight", (1024, C)),
-            *((f"h.{layer}.{name}", shape) for layer in range(layers) for name, shape in block),
-            *((f"ln_f.{part}", shape) for part, shape in norm)]
+    """Returns names and shapes of a model's parameters."""
+    with torch.device("meta"):  # which holds no numbers
+        model = GPT(layers, C, 1, 1024, vocabulary)
+    return [(name, p.shape) for name, p in model.named_parameters()]
 
 
 def split(named):

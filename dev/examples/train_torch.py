@@ -39,7 +39,7 @@ class GPT(nn.Module):
     def __init__(self, layers, width, heads, length, vocabulary=256):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
         for name, p in self.named_parameters():
             residual = name.endswith(("c_proj.weight", "mlp.2.weight"))
@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
-        for block in self.blocks:
+        for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))

@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 
-from check_export import Parser, Problem, answered, load, np, torch
+from check_export import Parser, Problem, answered, load, np, score, torch
 
 HEADER = "<8s6IQI16xI"
 NORMS = ("choice", "choice_norm")
@@ -37,31 +37,6 @@ class Questions:
         starts = ends - table[:, 0] - table[:, 1]
         self.rows = [(tokens[a:b], int(row[1])) for a, b, row in zip(starts, ends, table)]
         self.lengths = table[:, 2:4]
-
-
-@torch.no_grad()
-def score(model, rows, batch):
-    """Returns (sum of ln p of the continuation, least lead of its tokens over others) of each row's last T + 1 tokens.
-    Nothing predicts the first of these, so of a longer continuation only the last T tokens count."""
-    most, device = model.config.n_positions + 1, model.device
-    result = np.zeros((len(rows), 2))
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    for start in range(0, len(order), batch):
-        picked = order[start : start + batch]
-        texts = [rows[i][0][-most:] for i in picked]
-        width = max(map(len, texts))
-        padded = torch.zeros(len(texts), width, dtype=torch.long)
-        for line, text in zip(padded, texts):
-            line[: len(text)] = torch.from_numpy(text)
-        logits = model(input_ids=padded[:, :-1].to(device)).logits.float()  # what follows the text is not seen by it
-        for j, (i, text) in enumerate(zip(picked, texts)):
-            count = min(rows[i][1], len(text) - 1)
-            its = logits[j, len(text) - 1 - count : len(text) - 1]
-            targets = padded[j, len(text) - count : len(text)].to(device)[:, None]
-            mine = its.gather(1, targets)[:, 0]
-            others = its.scatter(1, targets, -torch.inf).max(1).values
-            result[i] = (mine - its.logsumexp(1)).double().sum().item(), (mine - others).min().item()
-    return result
 
 
 def measured_rounding(options, questions, reference):

@@ -53,18 +53,29 @@ def windows(paths, is_bytes, length):
             yield np.asarray(tokens[start : start + length + 1]).astype(np.int64)
 
 
-def mean_loss(model, sequences, batch, device):
-    """Returns the mean cross-entropy over all targets of the sequences, summed in float64, and their number."""
-    total, targets = 0.0, 0
-    for start in range(0, len(sequences), batch):
-        text = torch.from_numpy(np.stack(sequences[start : start + batch])).to(device)
-        if int(text.max()) >= model.config.vocab_size:
-            raise Problem(f"the data has token {int(text.max())} but the vocabulary is {model.config.vocab_size}")
-        logits = model(input_ids=text[:, :-1]).logits.float()
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="none")
-        total += losses.double().sum().item()
-        targets += losses.numel()
-    return total / targets, targets
+@torch.no_grad()
+def score(model, rows, batch):
+    """Returns (sum of ln p of the continuation, least lead of its tokens over others) of each row's last T + 1 tokens.
+    Nothing predicts the first of these, so of a longer continuation only the last T tokens count."""
+    most, device = model.config.n_positions + 1, model.device
+    result = np.zeros((len(rows), 2))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    for start in range(0, len(order), batch):
+        picked = order[start : start + batch]
+        texts = [rows[i][0][-most:] for i in picked]
+        width = max(map(len, texts))
+        padded = torch.zeros(len(texts), width, dtype=torch.long)
+        for line, text in zip(padded, texts):
+            line[: len(text)] = torch.from_numpy(text)
+        logits = model(input_ids=padded[:, :-1].to(device)).logits.float()  # what follows the text is not seen by it
+        for j, (i, text) in enumerate(zip(picked, texts)):
+            count = min(rows[i][1], len(text) - 1)
+            its = logits[j, len(text) - 1 - count : len(text) - 1]
+            targets = padded[j, len(text) - count : len(text)].to(device)[:, None]
+            mine = its.gather(1, targets)[:, 0]
+            others = its.scatter(1, targets, -torch.inf).max(1).values
+            result[i] = (mine - its.logsumexp(1)).double().sum().item(), (mine - others).min().item()
+    return result
 
 
 def newest(folder):
@@ -110,8 +121,10 @@ def check(options):
             break
     if not sequences:
         raise Problem(f"{pattern}: shorter than one window of {length} + 1 tokens; give a shorter --length")
-    with torch.no_grad():
-        loss, targets = mean_loss(model, sequences, options.batch, model.device)
+    largest, targets = max(int(sequence.max()) for sequence in sequences), len(sequences) * length
+    if largest >= model.config.vocab_size:
+        raise Problem(f"the data has token {largest} but the vocabulary is {model.config.vocab_size}")
+    loss = -score(model, [(sequence, length) for sequence in sequences], options.batch)[:, 0].sum() / targets
     print(f"loss {loss:.6f}")
     print(f"{len(sequences)} windows of {length}, {targets} targets, float32 on {model.device.type}")
     if options.expect is None:
