@@ -2,7 +2,7 @@
 //
 // Files are never read as a whole: a window is a read of T+1 tokens, widened to int32. The order needs no table
 // (shuffle_index), so an epoch over any number of windows starts at once and a resume is an addition. Of the ring of
-// RING batches the caller holds two, and a thread of its own prepares the third.
+// RING batches the caller holds two, and a thread prepares the third.
 // With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <assert.h>

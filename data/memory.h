@@ -38,7 +38,7 @@ __attribute__((format(printf, 2, 3))) void text_add(const char** text, const cha
 // Returns what printf would print; the caller frees it.
 __attribute__((format(printf, 1, 0))) char* text_of(const char* format, va_list arguments);
 // Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
-// fclose. Unlike open_memstream's, which ends before what finds no memory and reports nothing, it loses no part.
+// fclose. open_memstream drops what it has no memory for and reports nothing; this one loses nothing.
 FILE* text_stream(char** text, size_t* bytes);
 
 // Sets where the path of the last good checkpoint is, for that sentence. The text there may change; "": none yet.

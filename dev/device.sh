@@ -39,10 +39,12 @@ launchers() {
     local own='CUDA_VISIBLE_DEVICES=$(seq -s, $((r / half * half)) $((r / half * half + half - 1)))'
     rm -rf "$run" && mkdir -p "$run" && cd "$run" || exit
     eval "$train --gpus $n --run gpus" > "$log" 2>&1 || failed "--gpus: $log"
-    for by in "$torchrun TORCHELASTIC_RUN_ID=none" "$slurm"; do
-        rm -rf launched && launched "${by//$'\n'/}" "$n" "$own $train --run launched"
+    for by in torchrun slurm; do
+        local its=$slurm
+        [ "$by" = slurm ] || its="$torchrun TORCHELASTIC_RUN_ID=none"
+        rm -rf launched && launched "${its//$'\n'/}" "$n" "$own $train --run launched"
         tail -n +1 ./*.out ./*.err >> "$log"
-        grep '^ ranks ' 0.out && same gpus launched "$step" && echo "two groups of $half: the weights of --gpus $n" || failed "${by%%=*}: $log"
+        grep '^ ranks ' 0.out && same gpus launched "$step" && echo "$by: two groups of $half, the weights of --gpus $n" || failed "$by: $log"
     done
     cd - > /dev/null || exit
 }

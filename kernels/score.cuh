@@ -1,7 +1,7 @@
 // Scores of given tokens, from the logits (Vp, of which V count) at each of R places and the token that follows:
 //     losses[r] = log(sum over v < V of e^(logits[r][v] - m)) - (logits[r][target] - m),   m = the row's maximum,
 //     likeliest[r] = 1 where logits[r][target] == m and no token before it has that logit, else 0.
-// Logits are computed only for the places that an evaluation needs: gather_rows first copies their rows together.
+// Logits are computed only for the places that an evaluation needs: GatherRows first copies their rows together.
 // Logits are always fp32, since answers are compared by small differences.
 #pragma once
 #include "classifier.cuh"

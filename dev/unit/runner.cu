@@ -163,9 +163,10 @@ static void worker_limit(Worker* worker) {
     kill(-worker->pid, SIGKILL);
 }
 
-// Prints and counts the case of a process that has ended.
+// Prints and counts the case of a process that has ended, and kills what it has left behind.
 static void worker_end(Worker* worker, int status, Counts* counts) {
     Test* test = worker->test;
+    kill(-worker->pid, SIGKILL);
     rewind(worker->output);
     for (int byte; (byte = getc(worker->output)) != EOF;) putchar(byte);
     fclose(worker->output);

@@ -153,12 +153,12 @@ inline void stand_in_exchange(const Comm* comm, const Link* link, const CommPiec
     const int64_t room = (int64_t)most, bytes = link->world * room;
     char *own = (char*)memory_zero((size_t)bytes + 1, 1), *all = (char*)memory_take((size_t)(comm->world * bytes) + 1);
     for (int r = 0; r < link->world; r++) {
-        if (r != link->rank) memcpy(own + r * room, sends[r].data, (size_t)sends[r].bytes);
+        if (r != link->rank && sends[r].bytes > 0) memcpy(own + r * room, sends[r].data, (size_t)sends[r].bytes);
     }
     launch_gather(comm->launch, own, bytes, all);
     for (int r = 0; r < link->world; r++) {
         const char* from = all + link_rank(link, r) * bytes + link->rank * room;
-        if (r != link->rank) memcpy(receives[r].data, from, (size_t)receives[r].bytes);
+        if (r != link->rank && receives[r].bytes > 0) memcpy(receives[r].data, from, (size_t)receives[r].bytes);
     }
     free(own), free(all);
 }

@@ -127,7 +127,7 @@ __host__ __device__ inline const char* contribution(const Contributions& c, int 
 }
 
 // Writes the sums of a slice, a vector at a time, to out (tiles), which may be where this rank's contribution lies;
-// `add`: adds the rounded sums to it. On a GPU it runs near the speed of a copy.
+// `add`: adds the rounded sums to it.
 template <typename G>
 struct ShardSum {
     G* out;
