@@ -145,8 +145,8 @@ struct MatmulTrial {
 };
 
 // Fills an operand with values of either sign: of 16 bits from a half to two, or, fp8, codes over the whole range of
-// exponents (bit 3 is 0, so that none is NaN or infinite, whether they are e4m3 or e5m2). Few exponents would not do for
-// fp8: sums of such codes are exact, so that algorithms agree whose sums of a run's values differ.
+// exponents (bit 3 is 0, so that none is NaN or infinite, whether they are e4m3 or e5m2). Few exponents would not do
+// for fp8: sums of such codes are exact, so that algorithms agree whose sums of a run's values differ.
 inline void matmul_fill(const Device* dev, const void* to, int64_t bytes, bool fp8, uint32_t seed) {
     const int64_t words = bytes / 4;
     launch_kernel(dev, matmul_fill_kernel, (unsigned)ceil_div(words, 256), 256, 0, (uint32_t*)to, words,
