@@ -210,7 +210,8 @@ TEST(exchange_peers_gpu) {
     for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 
-// nodes.cu and the cases multi_ of commands.txt have the sums of gradients, and what is kept, gathered and collected, in every mode.
+// nodes.cu and the cases multi_ of commands.txt have the sums of gradients, and what is kept, gathered and collected,
+// in every mode.
 TEST(exchange_between_ranks) {
     for (int ranks : {2, 3, 5}) expect_ranks(test, ranks, transport_main);
 }
