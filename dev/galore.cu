@@ -553,25 +553,29 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     library_close(&s.project), library_close(&s.back);
 }
 
+static const int64_t RANKS[] = {32, 64, 128, 256, 512};
+
 static Wish wish_of(int argc, char** argv) {
     Wish wish;
     for (int i = 1; i < argc; i++) {
         int p = 0;
         while (p < PRECISIONS && strcmp(argv[i], NAMES[p]) != 0) p++;
         const int64_t rank = atoll(argv[i]);
-        bool is_variant = false;
+        bool is_variant = false, is_rank = false;
+        for (int64_t known : RANKS) is_rank = is_rank || rank == known;
         for (const Variant& v : VARIANTS) is_variant = is_variant || strcmp(argv[i], v.name) == 0;
         if (strcmp(argv[i], "parts") == 0)
             wish.parts = true;
         else if (p < PRECISIONS)
             wish.precision = p;
-        else if (rank > 0 && rank % 8 == 0)
+        else if (is_rank)
             wish.rank = rank;
         else if (is_variant)
             wish.variant = argv[i];
         else
             user_error(
-                "galore: %s is not parts, a precision, a rank or a variant; type galore [parts] [bf16] [128] [ours]",
+                "galore: %s is not parts, a precision, a rank (32 to 512) or a variant; type galore [parts] [bf16] "
+                "[128] [ours]",
                 argv[i]);
     }
     return wish;
@@ -595,7 +599,7 @@ int main(int argc, char** argv) {
     if (!right) return 1;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
-            for (int64_t rank : {32, 64, 128, 256, 512}) {
+            for (int64_t rank : RANKS) {
                 if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish);
             }
         }
