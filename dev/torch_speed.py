@@ -96,12 +96,13 @@ def nibble(**arguments):
 
 def elements():
     """Yields names, and functions that make an optimizer of named parameters, for rules that read single elements."""
-    for preset in ("adamw8", "adamw8c", "adamw4l", "adamw32", "flash24"):
+    for preset in ("adamw8", "adamw8c", "adamwfp8", "adamw4", "adamw4l", "adamw32", "flash24"):
         yield f"nibble {preset}", nibble(preset=preset)
     yield "torch AdamW fused (bf16 states)", plain(peer("torch.optim", "AdamW", fused=True))
     yield "bitsandbytes AdamW8bit", plain(peer("bitsandbytes.optim", "AdamW8bit"))
     yield "flashoptim FlashAdamW", plain(peer("flashoptim", "FlashAdamW"))
-    yield "torchao AdamW8bit", plain(peer("torchao.optim", "AdamW8bit", bf16_stochastic_round=True))
+    for name in ("AdamW8bit", "AdamWFp8", "AdamW4bit"):
+        yield f"torchao {name}", plain(peer("torchao.optim", name, bf16_stochastic_round=True))
 
 
 def whole():
