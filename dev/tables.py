@@ -5,8 +5,9 @@
     python3 dev/tables.py --check    writes nothing; status 1 if a figure is another (dev/unit/test_readme.py)
 
 tables() has the figures of each table below <!--tables:NAME-->: for each row, which is found by how one of its cells
-begins, the last cells, or None for one that is written by hand. sentences() has sentences with {} for each figure. Who adds
-a row to such a table, or changes such a sentence, does the same here; what is only in one of the two is an error.
+begins, the last cells, or None for one that is written by hand. SENTENCES has sentences and, from of_runs() and of_texts(),
+their figures. Who adds a row to such a table, or changes such a sentence, does the same here; what is only in one of the two
+is an error.
 
 Results are runs.jsonl and table.csv of dev/compare/results, tables of .md files, and what ./train says of its formats.
 """
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from string import Formatter
 
 from problem import Problem, answered
@@ -29,6 +30,7 @@ RESULTS = ROOT / "dev/compare/results"
 README, COMPARE, KERNELS, OPTIM = "README.md", "dev/compare/README.md", "kernels/README.md", "optim/README.md"
 SPEED, COPY, LOG, FIRST = "dev/results/speed.md", "dev/results/optim_speed.md", "dev/LOG.md", "dev/results/first_run.md"
 SCALING, LARGEST = "dev/results/scaling.md", "dev/results/largest.md"
+OF_COPY = "![Share of the copy"  # the table behind it
 ADAMW = "adamw16 adamw8 adamw8e adamw8c adamwfp8 flash24 adamw4 adamw4d adamw4l fp8w8e int8w4".split()
 
 # Configurations of rows whose cell is not already their name.
@@ -129,8 +131,9 @@ def loss(name, configuration):
 
 
 def track(name):
-    """Returns the run of five minutes of a configuration, ours or llm.c's."""
-    return runs("gpt2_track", "llmc.jsonl" if name.startswith("llm.c") else "runs.jsonl")[name][1]
+    """Returns the runs of five minutes of a configuration, ours or llm.c's, in the order of their seeds."""
+    its = runs("gpt2_track", "llmc.jsonl" if name.startswith("llm.c") else "runs.jsonl")[name]
+    return [its[seed] for seed in sorted(its)]
 
 
 def tokens(run):
@@ -162,7 +165,8 @@ def muon_preset(name):
     weights = float(listed("--list-formats", "--weights")[listed("--list-presets")[name][1]][2])
     base, found = study("d6_muon")["adamw32"], pairs("d6_muon", name, "adamw32")
     error = float(base["standard_error"]) * math.sqrt(int(base["pairs"]) / len(found))  # pairs scatter by the pooled sd
-    return [f"{size(weights)} + {size(bytes_held - weights)}", f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}", str(len(found))]
+    its = f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}"
+    return [f"{size(weights)} + {size(bytes_held - weights)}", its, str(len(found))]
 
 
 def best_of_rules():
@@ -172,8 +176,11 @@ def best_of_rules():
         rule, _, rate = name.rpartition(" ")
         if row["final_loss"] and re.fullmatch(r"[\d.]+", rate):
             found.setdefault(rule, []).append((float(row["final_loss"]), rate))
-    best = {rule.partition(" "): min(its) for rule, its in found.items() if len(its) > 2}
-    return {f"`{rule}`" + f", {more}" * bool(more) + " |": [rounded(low, 3), rate] for (rule, _, more), (low, rate) in best.items()}
+    best = {}
+    for rule, (low, rate) in ((rule, min(its)) for rule, its in found.items() if len(its) > 2):
+        name, _, more = rule.partition(" ")
+        best[f"`{name}`" + f", {more}" * bool(more) + " |"] = [rounded(low, 3), rate]
+    return best
 
 
 def speeds():
@@ -199,104 +206,165 @@ def formats(name, heading, digits, cells_after):
     return rows
 
 
-def tables():
-    """Returns {name of a table: {how a cell of a row begins: the last cells of the row}}."""
-    presets = {f"`{name}`": [" + ".join(map(size, held("d6", name)))] for name in ["adamw32", *ADAMW]}
-    d6 = {name: presets[f"`{name}`"] + cost("d6", name, "") for name in ("adamw8e", "adamw4l", "fp8w8e", "int8w4")}
-    d6["adamw32"] = presets["`adamw32`"] + ["0", study("d6")["adamw32"]["seeds_done"]]
-    costs = [(name, cost("d6", name) + cost("d6", name + " beta2 0.999") + cost("gpt2", name)) for name in ADAMW]
-    heads = {}
+def ended(some):
+    """Returns the mean final loss of some runs, with the standard error and the number of seeds if there are several."""
+    losses = [run["final_loss"] for run in some]
+    if len(losses) == 1:
+        return f"{losses[0]:.3f}"
+    return f"{fmean(losses):.3f} ± {stdev(losses) / math.sqrt(len(losses)):.3f} ({len(losses)} seeds)"
+
+
+def by_bytes():
+    """Returns the tables that say what fewer bytes cost: README.md's, and those of dev/compare/README.md for AdamW and fp8."""
+    stored = {name: [" + ".join(map(size, held("d6", name)))] for name in ["adamw32", *ADAMW]}
+    costs = {name: cost("d6", name) + cost("d6", name + " beta2 0.999") + cost("gpt2", name) for name in ADAMW}
+    presets = {name: stored[name] + cost("d6", name, "") for name in ("adamw8e", "adamw4l", "fp8w8e", "int8w4")}
+    presets |= {"adamw32": stored["adamw32"] + ["0", study("d6")["adamw32"]["seeds_done"]]}
+    presets |= {name: muon_preset(name) for name in ("muon", "muon8")}
+    heads = {"Wikipedia (": [None, None]}  # its records were not kept; dev/LOG.md has it
     for row, name in HEADS.items():
         its = [rounded(pair, 3, "+") for pair in pairs(name, "layers and head", "bf16")]
         heads[row] = cost(name, "layers and head") if len(its) > 2 else [", ".join(its), str(len(its))]
-    five = {row: [track(name) for name in names] for row, names in FIVE.items()}
-    copy = {name: md(COPY, "![Share of the copy", name + " |") for name in ("adamw32", "adamw8e", "adamw4l", "fp8w8e", "int8w4")}
-    moved = {row: listed("--list-presets").get({"muon8 lin8:sr": "muon8w8"}.get(name, name), [""] * 5)[4] for row, name in MUON.items()}
-    speed, speed_fp8 = speeds()
     return {
-        "presets": {f"`{name}`": its for name, its in d6.items()} | {f"`{name}`": muon_preset(name) for name in ("muon", "muon8")},
-        "costs": {f"`{name}`": presets[f"`{name}`"] + its for name, its in costs},
+        "presets": {f"`{name}`": its for name, its in presets.items()},
+        "costs": {f"`{name}`": stored[name] + its for name, its in costs.items()},
         "products": {row: cost("d6_fp8", name) + cost("gpt2_fp8", name) for row, name in PRODUCTS.items()},
-        "head": heads | {"Wikipedia (": [None, None]},
-        "five": {
-            row: ["; ".join(f"{tokens(run) / 1e6:.0f}M" for run in its), "; ".join(f"{run['final_loss']:.3f}" for run in its)]
-            for row, its in five.items()
-        },
+        "head": heads,
+    }
+
+
+def tables():
+    """Returns {name of a table: {how a cell of a row begins: the last cells of the row}}."""
+    five, muon, copy = {}, {}, {}
+    for row, names in FIVE.items():
+        its = [track(name) for name in names]
+        five[row] = ["; ".join(f"{tokens(some[0]) / 1e6:.0f}M" for some in its), "; ".join(map(ended, its))]
+    for row, name in MUON.items():
+        stored = listed("--list-presets")["muon8w8" if name == "muon8 lin8:sr" else name.split()[0]][4]
+        shown = size(float(stored)) if name[:3] not in ("gal", "apo") else ""  # their bytes go by the rank
+        muon[row] = [shown, study("d6_muon")[name]["seeds_done"], *against_adamw32("d6_muon", name)]
+    for name in ("adamw32", "adamw8e", "adamw4l", "fp8w8e", "int8w4", "adafactor8"):
+        row = md(COPY, "Rules by rows sum up" if name == "adafactor8" else OF_COPY, name + " |")
+        copy[f"`{name}`"] = [row[1], row[2] + " %", "" if name == "adafactor8" else row[4] + " %"]
+    speed, speed_fp8 = speeds()
+    return by_bytes() | {
+        "five": five,
         "rules": best_of_rules(),
-        "muon": {
-            row: [
-                size(float(moved[row])) if not name.startswith(("galore", "apollo")) else "",
-                study("d6_muon")[name]["seeds_done"],
-                *against_adamw32("d6_muon", name),
-            ]
-            for row, name in MUON.items()
-        },
+        "muon": muon,
         "muon_124m": {row: against_adamw32("gpt2_muon", name) for row, name in MUON_124M.items()},
         "speed": speed,
         "speed_fp8": speed_fp8,
-        "copy": {f"`{name}`": [row[1], f"{row[2]} %", f"{row[4]} %"] for name, row in copy.items()}
-        | {"`adafactor8`": [*md(COPY, "Rules by rows sum up", "adafactor8 |")[1:2], md(COPY, "Rules by rows sum up", "adafactor8 |")[2] + " %", ""]},
+        "copy": copy,
         "weights": formats("weights", "--weights", 2, 2),
         "states": formats("states", "--m, --v", 3, 1),
     }
 
 
-def sentences():
-    """Returns [(README, sentence with {} for each figure, its figures...), ...]."""
-    recipe, fp8, muon8, llmc = (track(FIVE[row][0]) for row in ("`recipe`", "the same with `--matmul", "the first with", "llm.c with"))
-    corpus = number(recipe["data"].partition("  ")[2]) * 1e6
-    read = [tokens(track(name)) / corpus for names in FIVE.values() for name in names]
-    until = [crossing(run, llmc["final_loss"]) * run["tokens_per_step"] / run["tokens_per_second"] for run in (recipe, fp8)]
-    long = [its[1]["final_loss"] for name, its in runs("gpt2_track", "llmc.jsonl").items() if "524,288" in name]
+SENTENCES = {
+    README: """
+        --data data/corpus --steps {recipe[steps]}
+        124M on {trained:.0f}M of them
+        Wikipedia ({corpus:.0f}M tokens, {epochs:.1f} times) it reached a validation loss of {recipe[final_loss]:.2f}
+        and {recipe_fp8[final_loss]:.2f} with `--matmul fp8 --head fp8`
+        10 billion tokens take about {hours:.1f} hours
+        also reached {muon8[final_loss]:.2f}, with {muon8_bytes:.1f} bytes a parameter
+        bytes a parameter (weights and states) in place of {bytes:.1f}
+        loss {default:.4f} (best {default:.4f}) {bits:.4f} bits
+        1 to 2 minutes, loss {default:.2f} |
+        a CPU ended {muon_gain:.2f} lower
+        is {fp8_speed:.2f} times as fast as bf16 at 124M
+        #products-in-fp8) {fp8[0]} ± {fp8[1]}, two seeds
+        {largest[0]:.0f} billion parameters train on one H200, {largest[1]:.0f} billion on
+        {four:.2f} times one GPU's speed
+        has about {core:,} lines
+        tokens/s, bf16 | {bf16[0]} / {bf16[3]} |
+        ratio to llm.c's | {over[0]} / {over[2]}; with bf16 gradients {over[1]} / {over[3]} |
+        with its head | {codes[0]} / {codes[3]}, {codes_over[0]} / {codes_over[3]} times bf16
+        | {copy_low:.0f} to {copy_high:.0f} % of the speed of a memory copy
+    """,
+    OPTIM: """
+        half of the rank for `galore8`: {galore[1]:+.3f} in place of {galore[0]:+.3f} above adamw
+    """,
+    KERNELS: """
+        reaches {long_heads[1]} and {long_heads[3]} TFLOP/s at B 8, T 4096
+        (forward, backward), {long_heads[5]} times cuDNN; at T 1024 with heads of 64 it is {short_heads[5]} times
+    """,
+    COMPARE: """
+        beta2 0.999 ended {beta2[0]} ± {beta2[1]} below 0.95 in d6
+        ({corpus:.0f}M tokens of Wikipedia, read {read_least:.1f} to {read_most:.1f} times
+        in 300 seconds {long[0]:.3f} (rate 0.0024) and {long[1]:.3f} (0.0048
+        llm.c's {llmc[final_loss]:.3f} is reached after {until[0]:.0f} seconds in bf16, and {until[1]:.0f} in fp8
+        in 200 steps gained {levers[0]:.3f} and a rate of 0.0052 {levers[1]:.3f}
+        at twice the rate lost {levers[2]:.3f}, and 131,072 tokens a step {levers[3]:.3f}
+        end at {apollo[0]:.3f}, {apollo[1]:.3f} and {apollo[2]:.3f}, where `adamw32` has {apollo[8]:.3f}
+        in place of 10 gives {apollo[6]:.3f}, and no limiter {apollo[7]:.3f}
+        `apollo-mini` has {apollo[3]:.3f}, {apollo[4]:.3f} and {apollo[5]:.3f} at
+        it ends {muon8w8[0]} ± {muon8w8[1]} above `muon8`
+        and {embeddings:.3f} higher still if
+        4 bits cost {muon4[0]} ± {muon4[1]} in d6
+        `last` {last[0]} ± {last[1]}, `tensor` {tensor[0]} ± {tensor[1]}, `--clip 0` {none[0]} ± {none[1]}.
+        clipping `adamw32` ends {limits[0]:.2f} lower, `adafactor8` {limits[1]:.2f} and `came8` {limits[2]:.2f}
+        without it {limits[3]:.2f} lower, {limits[4]:.2f} higher and {limits[5]:.2f} lower
+    """,
+}
+
+
+def of_runs():
+    """Returns figures of sentences from the runs of dev/compare."""
+    names = {"recipe": "recipe", "recipe_fp8": "recipe fp8, head too", "muon8": "muon8", "llmc": FIVE["llm.c with"][0]}
+    its = {key: track(name)[0] | {"final_loss": fmean(run["final_loss"] for run in track(name))} for key, name in names.items()}
+    recipe, corpus = its["recipe"], number(its["recipe"]["data"].partition("  ")[2])  # in millions of tokens
+    read = [tokens(track(name)[0]) / 1e6 / corpus for some in FIVE.values() for name in some]
+    speed = {key: its[key]["tokens_per_second"] / its[key]["tokens_per_step"] for key in ("recipe", "recipe_fp8")}
+    apollo = [f"apollo {rate}, others 0.003" for rate in ("0.0015", "0.00075", "0.000375")]
+    apollo += [f"apollo-mini {rate}, others 0.003" for rate in ("0.006", "0.0015", "0.000375")]
+    apollo += [f"{apollo[1]}, {one}" for one in ("gap 200", "no limiter")] + ["adamw32"]
+    limits = [f"{name}, clip {clip}, limit " for clip in (1, 0) for name in ("adamw32 0.003", "adafactor8 0.003", "came8 0.002")]
+    costs = {"fp8": ("gpt2_fp8", "fp8, e4m3 gradients"), "beta2": ("d6", "adamw32 beta2 0.999"), "muon4": ("d6_muon", "muon4")}
+    costs |= {"muon8w8": ("d6_muon8w8", "muon8w8"), "none": ("d6_clip", "no clipping")}
+    costs |= {name: ("d6_clip", name) for name in ("last", "tensor")}
+    return its | {
+        "corpus": corpus,
+        "trained": tokens(recipe) / 1e6,
+        "epochs": tokens(recipe) / 1e6 / corpus,
+        "read_least": min(read),
+        "read_most": max(read),
+        "hours": 1e10 / recipe["tokens_per_second"] / 3600,
+        "bytes": sum(held("gpt2_track", "recipe")),
+        "muon8_bytes": sum(held("gpt2_track", "muon8")),
+        "until": [crossing(its[key], its["llmc"]["final_loss"]) / speed[key] for key in speed],
+        "long": [run[1]["final_loss"] for name, run in runs("gpt2_track", "llmc.jsonl").items() if "524,288" in name],
+        "apollo": [loss("d6_apollo", name) for name in apollo],
+        "limits": [abs(loss("d6_limiter", name + "1.01") - loss("d6_limiter", name + "0")) for name in limits],
+        "embeddings": fmean(pairs("d6_muon8w8", "muon8w8, embeddings lin8", "muon8w8")),
+        "galore": [fmean(pairs("d6_muon", name, "adamw32")) for name in ("galore8", "galore8 rank 192")],
+    } | {key: cost(*of, "")[0].removeprefix("-").split(" ± ") for key, of in costs.items()}
+
+
+def of_texts():
+    """Returns figures of sentences from tables of .md files."""
     speed, codes = speeds()
-    over = [f"{float(part):.2f}" for part in ", ".join(speed["fp32, bf16 gradients"][::3]).split(", ")]
-    copy = [float(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, "![Share of the copy", name + " |")[2:5]]
-    default, bits, muon = (number(md(FIRST, "# What", row)[i]) for row, i in (("default run", 2), ("default run", 3), ("`--preset muon`", 2)))
-    levers = [abs(4.010 - number(part)) for part in md(LOG, "## Learning rate, schedule", "124M, 732 steps")[1].split("; ")]
-    heads = [md(SPEED, "## Attention", row) for row in ("8, 16, 4096, 128", "64, 12, 1024, 64")]
-    heads = [heads[0][1], heads[0][3], heads[0][5], heads[1][5]]
-    apollo = [f"apollo{its}, others 0.003" for its in (" 0.0015", " 0.00075", " 0.000375", "-mini 0.006", "-mini 0.0015", "-mini 0.000375")]
-    apollo = [loss("d6_apollo", name) for name in (*apollo, apollo[1] + ", gap 200", apollo[1] + ", no limiter", "adamw32")]
-    limits = [
-        abs(loss("d6_limiter", f"{name}, clip {clip}, limit 1.01") - loss("d6_limiter", f"{name}, clip {clip}, limit 0"))
-        for clip in (1, 0) for name in ("adamw32 0.003", "adafactor8 0.003", "came8 0.002")
-    ]  # fmt: skip
-    both = {name: cost(name, row, "")[0].split(" ± ") for name, row in {"gpt2_fp8": "fp8, e4m3 gradients", "d6_muon8w8": "muon8w8", "d6_muon": "muon4"}.items()}
-    clips = [part for name in ("last", "tensor", "no clipping") for part in cost("d6_clip", name, "")[0].split(" ± ")]
-    core = round(int(re.search(r"^core +(\d+)", (ROOT / "dev/limits.txt").read_text(), re.M).group(1)), -2)
-    return [
-        (README, "--data data/corpus --steps {}", recipe["steps"]),
-        (README, "124M on {:.0f}M of them", tokens(recipe) / 1e6),
-        (README, "Wikipedia ({:.0f}M tokens, {:.1f} times) it reached a validation loss of {:.2f}", corpus / 1e6, tokens(recipe) / corpus, recipe["final_loss"]),
-        (README, "and {:.2f} with `--matmul fp8 --head fp8`", fp8["final_loss"]),
-        (README, "10 billion tokens take about {:.1f} hours", 1e10 / recipe["tokens_per_second"] / 3600),
-        (README, "also reached {:.2f}, with {:.1f} bytes a parameter (weights and states) in place of {:.1f}", muon8["final_loss"], sum(held("gpt2_track", "muon8")), sum(held("gpt2_track", "recipe"))),
-        (README, "loss {:.4f} (best {:.4f}) {:.4f} bits", default, default, bits),
-        (README, "a CPU ended {:.2f} lower", default - muon),
-        (README, "is {:.2f} times as fast as bf16 at 124M", number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0])),
-        (README, "#products-in-fp8) {} ± {}, two seeds", *both["gpt2_fp8"]),
-        (README, "{:.0f} billion parameters train on one H200, {:.0f} billion on", *(number(md(LARGEST, "One card", row)[2]) for row in ("H200", "H100 80GB | `--size"))),
-        (README, "{:.2f} times one GPU's speed", 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states")[5])),
-        (README, "has about {:,} lines", core),
-        (README, "tokens/s, bf16 | {} / {} |", *speed["nibble, fp32"][::3]),
-        (README, "ratio to llm.c's | {} / {}; with bf16 gradients {} / {} |", *over[::2], *over[1::2]),
-        (README, "with its head | {} / {}, {} / {} times bf16", *codes["fp8 with `--head"][::3], *codes["fp8 with its head"][::3]),
-        (README, "| {:.0f} to {:.0f} % of the speed of a memory copy", min(copy), max(copy)),
-        (KERNELS, "reaches {} and {} TFLOP/s at B 8, T 4096 with 16 heads of 128 (forward, backward), {} times cuDNN; at T 1024 with heads of 64 it is {} times", *heads),
-        (COMPARE, "beta2 0.999 ended {} ± {} below 0.95 in d6", *cost("d6", "adamw32 beta2 0.999")[0].removeprefix("-").split(" ± ")),
-        (COMPARE, "({:.0f}M tokens of Wikipedia, read {:.1f} to {:.1f} times", corpus / 1e6, min(read), max(read)),
-        (COMPARE, "in 300 seconds {:.3f} (rate 0.0024) and {:.3f} (0.0048", *long),
-        (COMPARE, "llm.c's {:.3f} is reached after {:.0f} seconds in bf16, and {:.0f} in fp8", llmc["final_loss"], *until),
-        (COMPARE, "in 200 steps gained {:.3f} and a rate of 0.0052 {:.3f}; embeddings at twice the rate lost {:.3f}, and 131,072 tokens a step {:.3f}", *levers),
-        (COMPARE, "end at {:.3f}, {:.3f} and {:.3f}, where `adamw32` has {:.3f}", *apollo[:3], apollo[8]),
-        (COMPARE, "in place of 10 gives {:.3f}, and no limiter {:.3f}", *apollo[6:8]),
-        (COMPARE, "`apollo-mini` has {:.3f}, {:.3f} and {:.3f} at", *apollo[3:6]),
-        (COMPARE, "it ends {} ± {} above `muon8`", *both["d6_muon8w8"]),
-        (COMPARE, "and {:.3f} higher still if", fmean(pairs("d6_muon8w8", "muon8w8, embeddings lin8", "muon8w8"))),
-        (COMPARE, "4 bits cost {} ± {} in d6", *both["d6_muon"]),
-        (COMPARE, "`last` {} ± {}, `tensor` {} ± {}, `--clip 0` {} ± {}.", *clips),
-        (COMPARE, "clipping `adamw32` ends {:.2f} lower, `adafactor8` {:.2f} and `came8` {:.2f}; without it {:.2f} lower, {:.2f} higher and {:.2f} lower", *limits),
-    ]  # fmt: skip
+    copy = [float(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, OF_COPY, name + " |")[2:5]]
+    default, bits = map(number, md(FIRST, "# What", "default run")[2:4])
+    levers = md(LOG, "## Learning rate, schedule", "124M, 732 steps")
+    return {
+        "default": default,
+        "bits": bits,
+        "muon_gain": default - number(md(FIRST, "# What", "`--preset muon`")[2]),
+        "fp8_speed": number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0]),
+        "largest": [number(md(LARGEST, "One card", row)[2]) for row in ("H200", "H100 80GB | `--size")],
+        "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states")[5]),
+        "core": round(int(re.search(r"^core +(\d+)", (ROOT / "dev/limits.txt").read_text(), re.M).group(1)), -2),
+        "bf16": speed["nibble, fp32"],
+        "over": [f"{float(part):.2f}" for part in ", ".join(speed["fp32, bf16 gradients"][::3]).split(", ")],
+        "codes": codes["fp8 with `--head"],
+        "codes_over": codes["fp8 with its head"],
+        "copy_low": min(copy),
+        "copy_high": max(copy),
+        "long_heads": md(SPEED, "## Attention", "8, 16, 4096, 128"),
+        "short_heads": md(SPEED, "## Attention", "64, 12, 1024, 64"),
+        "levers": [abs(number(levers[0].partition("against")[2]) - number(part)) for part in levers[1].split("; ")],
+    }
 
 
 def table_of(text, name):
@@ -327,38 +395,40 @@ def with_table(text, name, rows):
     return before + "".join(line + "\n" for line in lines) + after
 
 
-def with_sentence(text, template, figures):
+def with_sentence(text, sentence, figures):
     """Returns a text in which these figures stand in a sentence, which may be broken into lines anywhere."""
-    parts = list(Formatter().parse(template))
+    parts = list(Formatter().parse(sentence))
     words = [r"\s+".join(map(re.escape, literal.split(" "))) for literal, *_ in parts]
     pattern = r"([+-]?\d[\d,.]*(?<=\d))".join(f"({each})" for each in words + [""] * (parts[-1][1] is not None))
     found = list(re.finditer(pattern, text))
     if len(found) != 1:
-        raise Problem(f"{len(found)} sentences are {template!r}, not one")
-    shown = [format(figure, spec) for figure, spec in zip(figures, (spec for _, field, spec, _ in parts if field is not None))]
-    kept = found[0].groups()[::2]
-    its = "".join(a + b for a, b in zip(kept, shown + [""]))
+        raise Problem(f"{len(found)} sentences are {sentence!r}, not one")
+    shown = [f"{{{field}:{spec}}}".format_map(figures) for _, field, spec, _ in parts if field is not None]
+    its = "".join(a + b for a, b in zip(found[0].groups()[::2], shown + [""]))
     return text[: found[0].start()] + its + text[found[0].end() :]
 
 
-def with_figures(path, text, made, said):
+def with_figures(path, text, made, figures):
     """Returns the text of a README with its figures, and takes its tables out of `made`."""
     try:
         for name in re.findall(r"<!--tables:(\w+)-->", text):
-            text = with_table(text, name, made.pop(name))
-        for _, template, *figures in (each for each in said if each[0] == path):
-            text = with_sentence(text, template, figures)
-    except Problem as error:
-        raise Problem(f"{path}: {error}") from None
+            text = with_table(text, name, made.pop(name, {}))
+        for sentence in filter(None, map(str.strip, SENTENCES[path].splitlines())):
+            text = with_sentence(text, sentence, figures)
+    except Problem as problem:
+        raise Problem(f"{path}: {problem}") from None
     return text
 
 
 def main():
     check, typed = "--check" in sys.argv[1:], sys.argv[2:]  # --check README: its text comes by the standard input
-    made, said, differ = tables(), sentences(), 0
-    for path in (README, OPTIM, KERNELS, COMPARE):
+    try:
+        made, figures, differ = tables(), of_runs() | of_texts(), 0
+    except KeyError as name:
+        raise Problem(f"the results have no {name}, which dev/tables.py asks for; add it there or take it out here") from None
+    for path in SENTENCES:
         old = sys.stdin.read() if path in typed else (ROOT / path).read_text()
-        new = with_figures(path, old, made, said)
+        new = with_figures(path, old, made, figures)
         for i, (was, now) in enumerate(zip(old.splitlines(), new.splitlines()), 1):
             if was != now:
                 differ += 1
@@ -366,7 +436,7 @@ def main():
         if new != old and not check:
             (ROOT / path).write_text(new)
     if made:
-        raise Problem(f"no README has <!--tables:{next(iter(made))}-->")
+        raise Problem(f"no README has <!--tables:{next(iter(made))}-->; put it above the table")
     if differ and check:
         print("tables: error: these figures are not those of the results; type make tables", file=sys.stderr)
     return differ > 0 and check
