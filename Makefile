@@ -267,6 +267,10 @@ format-check:
 loc:
 	@python3 dev/loc.py
 
+# The figures of the READMEs, from the results that they come from and from ./train as it is.
+tables: $(if $(wildcard train),,train)
+	@python3 dev/tables.py
+
 clean:
 	rm -rf build train test_gpt2
 
@@ -288,10 +292,11 @@ help:
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
 	@echo "make loc          lines and code lines of each part, beside the limits of dev/limits.txt"
+	@echo "make tables       write the figures of the READMEs anew, after a file of results changed"
 	@echo "make clean        remove what was built"
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all lib wheel install test bench benches hash sanitize sanitize-cpu fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib wheel install test bench benches hash sanitize sanitize-cpu fuzz faults venv format format-check loc tables clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d $(BUILD)/*/*/*/*.d)

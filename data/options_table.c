@@ -41,8 +41,8 @@ const Option OPTIONS[] = {
     {"override", TEXT(overrides), "", 0, 0, "TEXT", "",
      "by tensor name: \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the preset's"},
     {"lr", REAL(lr), "auto", 0, 1000, "F", "",
-     "peak rate; auto: 0.0018 x 768 / C for adamw, twice that for muon, by the root of --tokens-per-step over its "
-     "auto"},
+     "peak rate; auto: 0.0018 x 768 / C x the root of --tokens-per-step over its auto, at most 0.003, times the rule's "
+     "factor: 2 for muon; a thirtieth of that with --model DIR"},
     RULE_OPTIONS(OF_RULE)  // beta1 to limit-growth
     {"clip", REAL(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE(clip_by), "step", 0, 0, "step|last|tensor", "",
@@ -61,7 +61,7 @@ const Option OPTIONS[] = {
     {"fp8-grads", CHOICE(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "codes of gradients", "matmul=fp8"},
     {"recompute", CHOICE(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
     {"kept-blocks", INT(kept_blocks), "1", 1, 1e6, "N", "", "last blocks to keep", "recompute=block"},
-    {"release", CHOICE(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
+    {"release", CHOICE(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: to fit the card"},
     {"offload", CHOICE(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
      "keep the optimizer's states or the residual stream in host memory and stream them a layer at a time"},
     {"logit-rows", INT(logit_rows), "auto", 1, 1e9, "N", "",

@@ -18,8 +18,8 @@ C_LINKAGE_BEGIN
 #define RULE_OPTIONS(ROW)                                                                                              \
     ROW(REAL, beta1, 0.9, "beta1", "0.9", 0, 0.99999995, "F", "", "decay of m")                                        \
     ROW(REAL, beta2, 0.95, "beta2", "auto", 0, 0.99999995, "F", "",                                                    \
-        "decay of v; auto: it halves in 10M tokens, or a twentieth of the run; 0.95 where v is not adamw's or has "    \
-        "@dq8")                                                                                                        \
+        "decay of v; auto: it halves in 10M tokens or a twentieth of the run, at least 0.95; 0.95 if v is not "        \
+        "adamw's or has @dq8")                                                                                         \
     ROW(REAL, eps, 1e-8, "eps", "1e-8", 0, 1, "F", "", "added to the root of v")                                       \
     ROW(REAL, weight_decay, 0.1, "weight-decay", "auto", 0, 1e38, "F", "",                                             \
         "of matrices and embeddings; auto: 0.1; muon, normuon: 4 / (steps x lr), from 0.05 to 0.4")                    \
@@ -35,7 +35,7 @@ C_LINKAGE_BEGIN
     ROW(REAL, momentum, 0.95, "momentum", "0.95", 0, 0.99999995, "F", OF_MOMENTUM, "decay of m")                       \
     ROW(INT, momentum_warmup, 0, "momentum-warmup", "auto", 0, 1e9, "N", OF_MOMENTUM,                                  \
         "steps in which the momentum rises from 0.85; auto: muon, normuon with 32k tokens a step or more: a quarter "  \
-        "of the run, at most 300")                                                                                     \
+        "of the run, at most 300; else 0")                                                                             \
     ROW(SWITCH, nesterov, true, "nesterov", "on", 0, 0, "on|off", OF_MOMENTUM, "step by m and gradient; off: m alone") \
     ROW(INT, ns_steps, 5, "ns-steps", "5", 1, 100, "N", "rule=muon|normuon", "steps of Newton-Schulz")                 \
     ROW(CHOICE, ns_coefficients, "jordan", "ns-coefficients", "jordan", 0, 0, "jordan|polar-express",                  \

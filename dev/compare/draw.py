@@ -47,16 +47,20 @@ def draw_losses(table, sweep):
         (group, black, [loss_curve(row) for row in rows if row.drawn and row is not base])
         for group, rows in groups(table).items()
     ]
-    return draw_over_training(table, parts, False)
+    return draw_over_training(table, [part for part in parts if part[2]] or parts[:1], False)
 
 
 def draw_picture(table, sweep):
     """Draws the losses of the configurations that the sweep names in `picture`, for a README."""
-    curves = [loss_curve(row) for row in table if row.done and row.name in sweep.picture]
-    return draw_over_training(table, [(sweep.title, None, curves)], False)
+    curves = {row.name: loss_curve(row) for row in table if row.done and row.name in sweep.picture}
+    black = curves.pop(sweep.baseline, None)
+    return draw_over_training(table, [(sweep.title, black, list(curves.values()))], False)
 
 
 def draw_differences(table, sweep):
+    """Draws differences at equal steps, so not for runs of equal times, whose rates fall over other numbers of steps."""
+    if table[0].seconds:
+        return None
     parts = []
     for group, rows in groups(table).items():
         for baseline in dict.fromkeys(row.baseline for row in rows):
@@ -97,12 +101,13 @@ def beside(axes, points, bars=()):
 def draw_bytes(table, sweep):
     """Bytes that a parameter holds against the final loss, of the rows in `picture`, else of the first group."""
     rows = [row for row in table if row.done and (row.name in sweep.picture or not sweep.picture and row.group == table[0].group)]
-    if not rows:
+    if len({row.held for row in rows}) < 2:
         return None
+    length = f"{rows[0].any('steps') * rows[0].any('tokens_per_step') / 1e6:.0f}M tokens"
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     axes.set_title(
         f"{plain(sweep.title)}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
-        f"{rows[0].any('steps') * rows[0].any('tokens_per_step') / 1e6:.0f}M tokens.\n"
+        f"{f'{sweep.seconds} seconds' if sweep.seconds else length}.\n"
         "Bars: ± the standard error of the difference to the baseline, if known. n: seeds; hollow: one diverged or died.",
         loc="left", fontsize=9,
     )  # fmt: skip

@@ -243,7 +243,7 @@ def test_vocabulary_errors(case):
 
 def test_gpt2_vocabulary(case):
     if "NIBBLE_GPT2" not in os.environ:
-        return "skipped: set NIBBLE_GPT2 to a folder with GPT-2's vocabulary, such as one that data/prepare.py wrote"
+        return "skipped: type `data/prepare.py tinyshakespeare --out data/ts`, which fetches GPT-2's vocabulary, and set NIBBLE_GPT2=data/ts"
     val = case.write("v.txt", "Hello world")
     corpus = case.prepare(case.write("a.txt", sample(1, 20000)), "--val", val, vocabulary=None)
     assert corpus.tokens("val") == [50256, 15496, 995] and corpus.meta["vocabulary"] == 50257
