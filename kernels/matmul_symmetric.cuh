@@ -41,7 +41,7 @@ struct SymmetricShape {
     int symmetric;
     int down, across;  // rows of tiles, and whole tiles in a row, of a result that is not symmetric
     int whole, half;   // tiles of a matrix: of SP_COLUMNS columns, and of the left SP_HALF of these
-    int tiles;         // of all matrices
+    int tiles;         // of all matrices: first all whole ones; halves last, for blocks that would have none
 };
 
 struct SymmetricTile {
@@ -68,13 +68,13 @@ inline SymmetricShape symmetric_shape(const MatmulProduct* p) {
 }
 
 __host__ __device__ inline SymmetricTile gemm_tile(int index, const SymmetricShape& s) {
-    const int matrix = index / (s.whole + s.half);
-    int i = index % (s.whole + s.half);
-    if (i >= s.whole) {
-        i -= s.whole;
-        if (s.symmetric) return {matrix, 2 * i * SP_ROWS, i * SP_COLUMNS, 1};
-        return {matrix, i * SP_ROWS, s.across * SP_COLUMNS, 1};
+    const int behind = index - s.whole * s.batch, matrix = behind < 0 ? index / s.whole : behind / s.half;
+    if (behind >= 0) {
+        const int row = behind % s.half;
+        if (s.symmetric) return {matrix, 2 * row * SP_ROWS, row * SP_COLUMNS, 1};
+        return {matrix, row * SP_ROWS, s.across * SP_COLUMNS, 1};
     }
+    int i = index % s.whole;
     if (!s.symmetric) return {matrix, i % s.down * SP_ROWS, i / s.down * SP_COLUMNS, 0};
     int row = 1;
     while (i >= (row + 1) / 2) i -= (row + 1) / 2, row++;

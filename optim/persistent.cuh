@@ -22,8 +22,8 @@ __device__ __forceinline__ void write_small(void* to, int bytes, uint64_t value)
     if (bytes == 8) *(uint64_t*)to = value;
 }
 
-__device__ __forceinline__ void* shared_pointer(uint32_t address) {
-    return __cvta_shared_to_generic(address);
+__device__ __forceinline__ unsigned char* shared_pointer(uint32_t address) {
+    return (unsigned char*)__cvta_shared_to_generic(address);
 }
 
 // Returns x, and makes the compiler keep it in a register; it would otherwise recompute x wherever it is used.
@@ -42,23 +42,39 @@ struct StageState {
     SpanTile span;  // for rules that read rows: a group that loaded it itself would wait for memory twice
 };
 
-// The producer warp of a group issues its TMA copies.
+// A place in the ring of a group's stages: offsets in shared memory of a stage and of its state.
+template <class Layout>
+struct StageAt {
+    static constexpr StepShape SHAPE = Layout::SHAPE;
+    uint32_t memory, states;
+    int s = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ unsigned char* stage() const { return shared_pointer(register_kept(memory)); }
+    __device__ __forceinline__ StageState* state() const { return (StageState*)shared_pointer(register_kept(states)); }
+
+    __device__ __forceinline__ void next() {
+        memory += SHAPE.stage_bytes, states += sizeof(StageState);
+        if (++s < SHAPE.stages) return;
+        memory -= SHAPE.stages * SHAPE.stage_bytes, states -= SHAPE.stages * sizeof(StageState);
+        s = 0, parity ^= 1;
+    }
+};
+
+// The producer warp of a group issues its TMA copies, in one thread.
 template <class Layout>
 struct ProducerWarp {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned BY_TMA = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
-    StageState* shared;  // (stages) of the group
-    unsigned char* stages;
+    StageAt<Layout> at;
     uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
 
-    // Returns the number of the next tile that no group has, or a number beyond the last. The first tiles of each group
-    // are fixed. Each group calls this until there are no more tiles, so the number of calls is known, and the last
-    // call sets the counter back to 0.
-    __device__ __forceinline__ uint32_t next_tile() const {
-        const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
-        const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
-        return given + atomicInc(step.next_tile, left + groups - 1);
+    // Returns the number of the next tile that no group has, or a number beyond the last; the first tiles of each
+    // group, which are fixed, do not count. Each group calls this until there are no more tiles, so the number of calls
+    // is known, and the last call sets the counter back to 0.
+    __device__ __forceinline__ uint32_t next_tile(uint32_t left) const {
+        return atomicInc(step.next_tile, left + gridDim.x * SHAPE.groups - 1);
     }
 
     __device__ __forceinline__ void read(const Tile& tile) {
@@ -66,77 +82,69 @@ struct ProducerWarp {
                      [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
     }
 
-    __device__ __forceinline__ void fill(const Tile& tile, int s) {
-        const uint32_t full = shared_offset(&shared[s].full);
-        unsigned char* stage = stages + s * SHAPE.stage_bytes;
-        shared[s].tile = tile;
-        Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
+    __device__ __forceinline__ void fill(const Tile& tile) {
+        StageState* state = at.state();
+        const uint32_t full = shared_offset(&state->full);
+        state->tile = tile;
+        Layout::each(step, tile, at.stage(), SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         constexpr int span_bytes = Layout::READS_ROWS ? sizeof(SpanTile) : 0;
         barrier_expect(full, SHAPE.load_bytes + span_bytes);
         if constexpr (Layout::READS_ROWS) {
             const SpanTile* span = step.rows.tile + (tile.states - step.states);
-            bulk_load(shared_offset(&shared[s].span), span, span_bytes, full);
+            bulk_load(shared_offset(&state->span), span, span_bytes, full);
         }
-        Layout::each(step, tile, stage, SHAPE.loaded & BY_TMA, [&](const void* from, void* to, int bytes, int) {
+        Layout::each(step, tile, at.stage(), SHAPE.loaded & BY_TMA, [&](const void* from, void* to, int bytes, int) {
             bulk_load(shared_offset(to), from, bytes, full);
         });
     }
 
-    __device__ __forceinline__ void end(int s) {
-        shared[s].tile.element = NO_TILE;
-        barrier_arrive(shared_offset(&shared[s].full));
+    __device__ __forceinline__ void end() {
+        at.state()->tile.element = NO_TILE;
+        barrier_arrive(shared_offset(&at.state()->full));
     }
 
     // Stores a stage to memory once the group has computed it.
-    __device__ __forceinline__ void take_back(int s, uint32_t parity) {
-        while (!barrier_passed(shared_offset(&shared[s].done), parity))
+    __device__ __forceinline__ void take_back() {
+        const StageState* state = at.state();
+        while (!barrier_passed(shared_offset(&state->done), at.parity))
             __nanosleep(100);  // polling takes issue slots from other warps
-        const Tile tile = shared[s].tile;
-        unsigned char* stage = stages + s * SHAPE.stage_bytes;
-        Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+        const Tile tile = state->tile;
+        Layout::each(step, tile, at.stage(), SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
             write_small(to, bytes, read_small(from, bytes));
         });
-        Layout::each(step, tile, stage, SHAPE.stored & BY_TMA,
+        Layout::each(step, tile, at.stage(), SHAPE.stored & BY_TMA,
                      [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
         store_commit();
     }
-};
 
-// Runs a producer warp, in one thread. It fills its group's stages. Then, as the group computes one stage after
-// another, it begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next
-// tile.
-template <class Layout>
-__device__ __forceinline__ void producer_run(const StepArguments& step, StageState* shared, unsigned char* stages,
-                                             int group) {
-    constexpr StepShape SHAPE = Layout::SHAPE;
-    constexpr int STAGES = SHAPE.stages;
-    ProducerWarp<Layout> producer = {step, shared, stages, {}};
-    const uint32_t count = (uint32_t)step.tile_count;
-    uint32_t next = producer.next_tile(), first = group * gridDim.x + blockIdx.x;
-    int filled = 0;
-    for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
-        producer.read(step.tiles[first]);
-        producer.fill(step.tiles[first], filled);
+    // Fills the group's stages. Then, as the group computes one stage after another, it stores the stage, and fills it
+    // with the next tile as soon as the store has read it.
+    __device__ __forceinline__ void run(int group) {
+        const StageAt<Layout> begin = at;
+        const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
+        const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
+        uint32_t next = next_tile(left), first = group * gridDim.x + blockIdx.x;
+        int filled = 0;
+        for (; filled < SHAPE.stages && first < count; filled++, first += groups, at.next()) {
+            read(step.tiles[first]), fill(step.tiles[first]);
+        }
+        if (filled < SHAPE.stages) end();
+        for (at = begin; next < left; at.next()) {
+            const Tile coming = step.tiles[given + next];  // these loads are in flight during the wait
+            next = next_tile(left);
+            read(coming);
+            take_back();
+            store_wait_read<0>();
+            fill(coming);
+        }
+        for (int i = 0; i < filled; i++, at.next()) {
+            take_back();
+            if (i == 0 && filled == SHAPE.stages) end();
+        }
+        store_wait_read<0>();
     }
-    bool more = filled == STAGES;
-    if (!more) producer.end(filled);
-    int before = -1, s = 0;
-    uint32_t parity = 0;
-    for (; filled > 0; filled--) {
-        const bool comes = before >= 0 && next < count;
-        const Tile coming = comes ? step.tiles[next] : Tile{};  // the load is in flight during the wait
-        if (comes) next = producer.next_tile();
-        if (comes) producer.read(coming);
-        producer.take_back(s, parity);
-        store_wait_read<1>();
-        if (comes) producer.fill(coming, before), filled++;
-        if (!comes && more && before >= 0) producer.end(before), more = false;
-        before = s;
-        if (++s == STAGES) s = 0, parity ^= 1;
-    }
-    store_wait_read<0>();
-}
+};
 
 // A thread block has 64k registers, which threads get in multiples of eight. All threads start with the same number.
 // Then the producer warps release registers that they do not need and the groups take them, which avoids spills.
@@ -182,38 +190,30 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         fence_async();
     }
     __syncthreads();
-    constexpr int registers = registers_of_groups(SHAPE);
+    constexpr int registers = registers_of_groups(SHAPE), RING_BYTES = SHAPE.stages * SHAPE.stage_bytes;
     constexpr bool exchanges = registers > registers_at_start(SHAPE);
     if (group >= SHAPE.groups) {
         if constexpr (exchanges) registers_set<PRODUCER_REGISTERS, false>();
         const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
         if (warp < SHAPE.groups && is_elected()) {
-            producer_run<Layout>(step, shared[warp],
-                                 step_memory + SHAPE.table_bytes + warp * (SHAPE.stages * SHAPE.stage_bytes), warp);
+            const uint32_t memory = shared_offset(step_memory) + SHAPE.table_bytes + warp * RING_BYTES;
+            ProducerWarp<Layout>{step, {memory, shared_offset(&shared[warp][0])}, {}}.run(warp);
         }
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
     const uint32_t thread_kept = register_kept(thread), tables = register_kept(shared_offset(step_memory));
-    const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
-    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared[group][0]);
-    int s = 0, turn = 0;
-    for (;;) {
-        StageState* state = (StageState*)shared_pointer(register_kept(barrier));
-        while (!barrier_passed(shared_offset(&state->full), parity)) {
+    StageAt<Layout> at = {tables + SHAPE.table_bytes + group * RING_BYTES, shared_offset(&shared[group][0])};
+    for (int turn = 0;; turn ^= 1, at.next()) {
+        StageState* state = at.state();
+        while (!barrier_passed(shared_offset(&state->full), at.parity)) {
         }
         if (state->tile.element == NO_TILE) break;
-        update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, state->tile, Layout::READS_ROWS ? &state->span : nullptr, (unsigned char*)shared_pointer(tables),
-            (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
-        turn ^= 1;
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, state->tile, Layout::READS_ROWS ? &state->span : nullptr,
+                                                      shared_pointer(tables), at.stage(), grad_scale, (int)thread_kept,
+                                                      turn);
         fence_async();
         barrier_arrive(shared_offset(&state->done));
-        stage += SHAPE.stage_bytes, barrier += sizeof(StageState);
-        if (++s == SHAPE.stages) {
-            stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(StageState);
-            s = 0, parity ^= 1;
-        }
     }
 #else
     __syncthreads();
