@@ -49,9 +49,6 @@
 #include "optim/model/arena.h"      // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
-extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
-extern "C" const char corpus_end[];
-
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
@@ -710,7 +707,6 @@ struct Run {
     Shard shard;
     Model* model;
     OptimConfig config;
-    Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
     StepReport step;         // the last one
@@ -967,20 +963,15 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
-static DataSource data_source(const Options* o) {
-    return {o->data, o->val, o->data_format, o->val_fraction, corpus_begin, corpus_end - corpus_begin};
-}
-
 static void resolve(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
-    const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, m->error), m->error);
+    require(dataset_look(o, &vocabulary, &bytes, m->error), m->error);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->error), m->error);
+    require(dataset_open_both(&run->train_data, &run->val_data, o, m->T, m->error), m->error);
     run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
@@ -988,10 +979,8 @@ static void resolve(Run* run) {
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
-    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
-    run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), m->error), m->error);
-    o->warmup = run->schedule.warmup;
+    require(defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows, m->error),
+            m->error);
     require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, m->error), m->error);
     optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
@@ -1073,8 +1062,7 @@ static int fit_main(const Options* asked) {
     fit.folder = checkpoint_model(&fit.model, false, error);
     require(fit.folder != nullptr, error);
     fit.vocabulary = *fit.folder ? 0 : 50257;
-    const DataSource source = data_source(asked);
-    if (*asked->data) require(dataset_look(&source, &fit.vocabulary, &fit.bytes, error), error);
+    if (*asked->data) require(dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
     OptimConfig typed = optim_config_of(asked);
     require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
@@ -1152,7 +1140,7 @@ static double step_begin(Run* run) {
     Shard* shard = run->model->arena.shard;
     signals_doing("this step");
     if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    run->step.lr = learning_rate(&run->schedule, run->folder.state.step);
+    run->step.lr = learning_rate(run->options, &run->folder.state.rise, run->folder.state.step);
     return begin;
 }
 
@@ -1344,7 +1332,7 @@ static int train_main(Options* o, const Launch* launch) {
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
                       run.folder.error);
-    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
+    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);

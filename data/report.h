@@ -4,7 +4,6 @@
 #include "evaluation.h"
 #include "loader.h"
 #include "run_folder.h"
-#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how

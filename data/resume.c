@@ -164,25 +164,24 @@ bool resume_take(Resume* resume, char* error) {
     return resume_options(resume, error);
 }
 
-static double saved_number(const Resume* resume, const char* name) {
-    return strtod(json_string(resume->saved, name, "0"), NULL);
-}
-
 // If the rate rises at the resume, as with more --steps, m and its :ef errors are in units of a smaller one.
-static void resume_rate(Resume* resume, RunState* state, Schedule* now) {
-    Schedule was = {.kind = json_string(resume->saved, "schedule", "cosine")};
-    was.lr = saved_number(resume, "lr"), was.final_lr = saved_number(resume, "final-lr");
-    was.steps = (int64_t)saved_number(resume, "steps"), was.warmup = (int64_t)saved_number(resume, "warmup");
-    was.decay_fraction = saved_number(resume, "decay-fraction");
-    was.rise_step = now->rise_step = state->rise_step, was.rise_lr = now->rise_lr = state->rise_lr;
-    const double before = learning_rate(&was, state->step), after = learning_rate(now, state->step);
+static void resume_rate(Resume* resume, RunState* state) {
+    char ignored[DATA_ERROR_BYTES];
+    const Options* now = resume->options;
+    Options was = *now;
+    const char* names = "schedule lr final-lr steps warmup decay-fraction";
+    for (const char* name; (name = text_word(&names, ' '));) {
+        option_set(option_find(name), &was, json_string(resume->saved, name, ""), ignored);
+    }
+    const double before = learning_rate(&was, &state->rise, state->step),
+                 after = learning_rate(now, &state->rise, state->step);
     if (!(after > 1.000001 * before) || now->warmup == 0) return;
-    now->rise_step = state->rise_step = state->step, now->rise_lr = state->rise_lr = before;
+    state->rise = (RateRise){state->step, before};
     text_add(&resume->changed, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
-             resume->changed ? ";" : "", before, after, (long long)now->warmup);
+             resume->changed ? ";" : "", before, after, now->warmup);
 }
 
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule) {
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val) {
     RunState now = {.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
     now.best_val = INFINITY, run->state = now;
     if (!resume->state) return;
@@ -201,7 +200,7 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
         state->best_val = now.best_val;
     }
     state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
-    resume_rate(resume, state, schedule);
+    resume_rate(resume, state);
     state->tokens = state->sequences * resume->options->seq;
 }
 

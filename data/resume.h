@@ -3,7 +3,6 @@
 #pragma once
 #include "loader.h"
 #include "run_folder.h"
-#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // Options that are merged with a checkpoint's.
@@ -23,8 +22,8 @@ bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` if resume_find has not, and takes the checkpoint's options.
 bool resume_take(Resume* resume, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
-// if the next rate of `schedule` is larger than the checkpoint's would be: it then rises as in a warm-up.
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule);
+// if the next learning rate is larger than the checkpoint's would be: it then rises as in a warm-up.
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val);
 // Refuses options that mean something else than training, but would train. `folder`: --model names a folder.
 bool resume_intent(const Options* options, bool folder, char* error);
 // Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and those of
