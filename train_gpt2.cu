@@ -64,29 +64,24 @@ static OptimConfig optim_config_of(const Options* o) {
     return c;
 }
 
-// The same, resolved; writes the names that the preset chooses back into the options.
-static void optim_config_from(Options* o, OptimConfig* config, char* error) {
+// The same, resolved; writes the names that the preset chooses back into the options. False with a sentence.
+static bool optim_config_from(Options* o, OptimConfig* config, char* error) {
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    if (!optim_resolve(config, error)) return false;
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
+    return true;
 }
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
-
-struct Config {
-    int L, C, NH;
-    int max_T;  // rows of the position embedding
-    int V, Vp;
-};
 
 // Arena order, as in data/model_folder.h: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
     const Device* dev;
-    Config config;
+    Gpt2Shape config;
     int B, T;                 // sequences and tokens of a sequence in one micro-batch
     bool recomputes_gelu;     // of every block, in the backward pass
     int recomputed;           // blocks, from the first on, that the backward pass computes again
@@ -123,7 +118,7 @@ static int weight_tensor(int l, int matrix) {
 }
 
 static void config_tensors(Model* model) {
-    const Config* c = &model->config;
+    const Gpt2Shape* c = &model->config;
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
@@ -390,14 +385,6 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
-// Block l, or the last layernorm, is done: its gradients are summed over the ranks, or its step is taken, and what
-// block l - 1 reads comes.
-template <typename X, typename G>
-static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
-    spill_in(a->spill, l, a->residual[l]);
-    arena_layer_end(&m->arena, l < m->config.L ? l : part_final(m->config.L));
-}
-
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
 // and are rounded to G once per micro-batch; with several micro-batches G is float, unless --grads bf16 asks for less
 // memory.
@@ -411,7 +398,8 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
         if (l > 0) arena_layer_begin(&m->arena, l - 1);
         norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
                       l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
-        layer_end(m, a, l);
+        spill_in(a->spill, l, a->residual[l]);
+        arena_layer_end(&m->arena, l < L ? l : part_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
                              m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
@@ -464,13 +452,12 @@ static DecodeShape decode_shape(const Model* m) {
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
-    const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
-    const auto bytes = [&](bool train) {
-        return fp32 ? activations_of<float, float>(m, nullptr, train).bytes
-                    : activations_of<bf16, float>(m, nullptr, train).bytes;
-    };
-    const int64_t passes = backward && bytes(true) > bytes(false) ? bytes(true) : bytes(false);
-    return decoder > passes ? decoder : passes;
+    int64_t bytes = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
+    for (bool train : {false, backward}) {
+        bytes = std::max(bytes, fp32 ? activations_of<float, float>(m, nullptr, train).bytes
+                                     : activations_of<bf16, float>(m, nullptr, train).bytes);
+    }
+    return bytes;
 }
 
 // Bytes of the residual stream at one place.
@@ -557,21 +544,20 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: the gradients of `micro_batches` and the update. It queues all work without waiting for the
-// device; the caller reads the scalars. `step` counts from 1. With bad data it returns false, or, among several ranks,
-// which wait for each other, it completes the step and all find SCALAR_BAD. Nothing changes then.
-static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
+// device; the caller reads the scalars. `step` counts from 1. With bad data, of which feeder->error and other ranks'
+// SCALAR_BAD tell, the loss is NaN, so that the step changes nothing.
+static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &m->input);
-        if (buckets < 0 && !m->arena.shard) return false;
-        if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        if (buckets < 0) buckets = input_blank(m->dev, &m->input);
-        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * m->launch->world));
+        const bool bad = buckets < 0;
+        if (bad) buckets = input_blank(m->dev, &m->input);
+        if (bad && m->arena.shard) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
+        micro_batch(m, buckets, m->B, true, i == 0, bad ? NAN : 1.0f / (float)(micro_batches * m->launch->world));
     }
     arena_step(&m->arena);
-    return true;
 }
 
 // Returns the signal that asks to stop, or 0. Several ranks agree on it, all at once, at asks_to_stop().
@@ -613,7 +599,7 @@ static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
 }
 
-// Rank 0, which has the tokenizer, decides when texts end; the other ranks compute the same and receive its tokens.
+// Rank 0 decides when texts end; the other ranks compute the same and receive its tokens.
 static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
@@ -622,11 +608,13 @@ static bool sample_next(void* context, int* tokens, int count) {
     return !asks_to_stop(m);
 }
 
-// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. In a run the
-// decoder uses the activations' memory. Returns false if the model's output is not finite. All ranks call it.
-static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
-                   SampleDone done, void* context) {
-    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
+// Continues each prompt of the folder by up to --sample-tokens tokens, which go to `to` or, if that is null, to the
+// run's logs. In a run the decoder uses the activations' memory. Returns false if the model's output is not finite. All
+// ranks call it.
+static bool sample(const Model* m, RunFolder* folder, FILE* to) {
+    const Options* o = folder->options;
+    const Prompts* prompts = &folder->prompts;
+    Samples samples = {folder, to, m, {}};
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t dequant_bytes = m->arena.dequant_bytes,
@@ -637,7 +625,7 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
                                samples_done};
-    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens};
+    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, (int)o->samples, o->sample_tokens};
     const bool finite = decode_run(m->dev, &shape, fp32, tensors, &texts, &draw, &calls,
                                    run ? (char*)m->activations + dequant_bytes : nullptr, room);
     free(tensors);
@@ -646,8 +634,8 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-// Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
-// turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
+// Scores one task of --eval and reports its figures. Ranks take batches in turn, as many each, and add their scores;
+// all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
@@ -669,9 +657,7 @@ static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE
     launch_all_reduce(m->launch, &pass.scores->sum, 2 * task->rows, LAUNCH_SUM);
     const EvaluationResult result = evaluation_result(&pass);
     if (rank == 0 && !stopped) {
-        const double seconds = seconds_now() - began;
-        if (run) require(report_evaluation(run, &result, seconds), run->error);
-        if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
+        require(report_evaluation(run, &result, seconds_now() - began), run->error);
         require(!out || evaluation_write(out, &pass, m->error), m->error);
     }
     evaluation_end(&pass);
@@ -679,17 +665,15 @@ static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE
 }
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
-static void evaluate(Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    if (run) signals_doing("this batch of the evaluation");
+static void evaluate(Model* m, RunFolder* run) {
+    const Options* o = run->options;
+    if (*run->path) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
     require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, m->error), m->error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
-        snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
-        launch_broadcast(m->launch, path, sizeof(path));
-        require(evaluation_open(&task, path, tokenizer, m->error), m->error);
+        require(evaluation_open(&task, name, run->tokenizer, m->error), m->error);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -786,7 +770,6 @@ static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, Op
 static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Model* m = run->model;
     const Arena* a = &m->arena;
-    const Config* c = &m->config;
     RunFolder* folder = &run->folder;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     const OptimStream history = amax_history_of(m);
@@ -800,9 +783,8 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
     if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
-    const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
     const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
-    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, shape, folder->config, end};
+    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->config, folder->config, end};
     const bool writes = m->launch->rank == 0;
     CheckpointWriter writer = {};
     bool ok =
@@ -851,29 +833,24 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
-    if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
-    if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
-    Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, m->error),
-            m->error);
-    m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
-                 (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
-    if (o->seq == AUTO) o->seq = m->config.max_T;
-    o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
+    const char* shape = *checkpoint ? checkpoint : folder;
+    require(gpt2_shape_choose(o, shape, *checkpoint, vocabulary, bytes, gpu, &m->config, m->error), m->error);
     m->T = (int)o->seq;
     m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
     config_tensors(m);
 }
 
-// Chooses how the optimizer keeps the tensors, and which part of them is this rank's.
-static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
-    optim_config_from(o, config, m->error);
+// Chooses how the optimizer keeps the tensors, and which part of them is this rank's. False with a sentence in
+// m->error.
+static bool resolve_optim(Options* o, Model* m, OptimConfig* config) {
+    if (!optim_config_from(o, config, m->error)) return false;
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->offload = strstr(o->offload, "states") != nullptr;
     m->arena.clip_by = clip_by_from(o->clip_by);
     m->spills = strstr(o->offload, "residuals") != nullptr;
+    return options_needed(o, m->error);
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -974,8 +951,7 @@ static void resolve(Run* run) {
     require(dataset_open_both(&run->train_data, &run->val_data, o, m->T, m->error), m->error);
     run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
     const int64_t windows = dataset_windows(&run->train_data, m->T);
-    resolve_optim(o, m, config);
-    require(options_needed(o, m->error), m->error);
+    require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
@@ -1034,27 +1010,24 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
 
 // --fit (data/fit.h).
 
-static bool fit_plan(Fit* fit, const Device* card, char* error) {
+// Plans a row; false with a sentence in m->error if its options exclude each other.
+static bool fit_plan(Fit* fit, Model* m) {
     FitRow* row = &fit->row;
     Options* o = &row->o;
-    OptimConfig config = optim_config_of(o);
-    Model m = {};
-    m.dev = card;
-    if (!optim_resolve(&config, error)) return false;
-    resolve_model(o, &m, fit->vocabulary, fit->bytes, "", fit->folder);
-    resolve_optim(o, &m, &config);
-    if (!options_needed(o, error)) return false;
-    m.arena.releases = strcmp(o->release, "on") == 0;
-    if (!arena_may_part(&m.arena, &config, error)) return false;
-    if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
-    row->batch = largest_batch(&m, &config, o, 512, false, card->memory);
-    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
-    row->parameters = m.parameters;
+    OptimConfig config;
+    Arena* a = &m->arena;
+    resolve_model(o, m, fit->vocabulary, fit->bytes, "", fit->folder);
+    if (!resolve_optim(o, m, &config) || !arena_may_part(a, &config, m->error)) return false;
+    a->releases = strcmp(o->release, "on") == 0;
+    if (a->releases && !arena_may_release(a, &config, o->clip, 1, 1, m->error)) return false;
+    row->batch = largest_batch(m, &config, o, 512, false, m->dev->memory);
+    row->plan = plan_of(m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->parameters = m->parameters;
     return true;
 }
 
 static int fit_main(const Options* asked) {
-    char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES] = "";  // why the first row that has no plan has none
     static Fit fit;
     Device card;
     fit.asked = asked, fit.model = asked->model;
@@ -1064,10 +1037,13 @@ static int fit_main(const Options* asked) {
     fit.vocabulary = *fit.folder ? 0 : 50257;
     if (*asked->data) require(dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
-    OptimConfig typed = optim_config_of(asked);
-    require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
-    if (option_given(asked, "preset")) fit.preset = typed.preset;
-    while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, *error ? later : error);
+    if (option_given(asked, "preset")) fit.preset = asked->preset;
+    while (fit_next(&fit)) {
+        Model m = {};
+        m.dev = &card;
+        fit.row.planned = fit_plan(&fit, &m);
+        if (!*error) memcpy(error, m.error, sizeof(error));
+    }
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
@@ -1117,9 +1093,7 @@ static void run_sample(Run* run) {
     signals_doing("this token of the sample");
     RunFolder* folder = &run->folder;
     folder->error[0] = 0;
-    if (!sample(run->model, run->options, &folder->prompts, folder->tokenizer, nullptr, report_sample, folder)) {
-        run_say(folder, "sample   none: the model's output is not finite\n");
-    }
+    if (!sample(run->model, folder, nullptr)) run_say(folder, "sample   none: the model's output is not finite\n");
     require(!folder->error[0], folder->error);
 }
 
@@ -1144,15 +1118,15 @@ static double step_begin(Run* run) {
     return begin;
 }
 
-// Waits for the step that train_step has queued, and counts, logs and prints it. `ok` is what train_step returned.
-static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches, bool ok) {
+// Waits for the step that train_step has queued, and counts, logs and prints it.
+static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches) {
     const RunState* state = &run->folder.state;
     StepReport* step = &run->step;
     Model* m = run->model;
     float* scalars = run->scalars;
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
     shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-    if (!ok || scalars[SCALAR_BAD] > 0) {
+    if (feeder->error[0] || scalars[SCALAR_BAD] > 0) {
         if (run->saved_at < state->step) checkpoint_save(run);
         // The rank that found the bad data ends all ranks with its message; the others wait here for that.
         if (!feeder->error[0]) launch_any(m->launch, false);
@@ -1192,8 +1166,8 @@ static void train(Run* run) {
         if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
         const double begin = step_begin(run);
         const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        const bool ok = train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
-        step_end(run, &feeder, begin, micro_batches, ok);
+        train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
+        step_end(run, &feeder, begin, micro_batches);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
@@ -1205,7 +1179,7 @@ static void train(Run* run) {
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             run->saved_at = state->step;
         }
-        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
+        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
@@ -1223,6 +1197,7 @@ static void train(Run* run) {
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
+    static RunFolder run;  // there is none, but for the tokenizer and the prompts
     Device dev;
     Model m = {};
     const char* folder = checkpoint_model(&o->model, true, m.error);
@@ -1232,24 +1207,22 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, m.error);
+    run.options = o, run.tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
+    if (!run.tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
-        Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, m.error), m.error);
-        if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
+        require(prompts_open(&run.prompts, o->sample, o->prompt_file, run.tokenizer, m.config.V, m.error), m.error);
+        if (!sample(&m, &run, stdout)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
         require_stdout();
-        prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, m.error), m.error);
-        evaluate(&m, o, tokenizer, nullptr);
+        require(evaluation_check(o->eval, run.tokenizer, m.config.V, o->eval_out, m.error), m.error);
+        evaluate(&m, &run);
     }
-    tokenizer_close(tokenizer);
+    run_folder_close(&run);
     model_free(&m);
     device_close(&dev);
     return 0;
@@ -1271,31 +1244,13 @@ static void open_device(Run* run) {
     m->arena.shard = shard_connect(&run->shard, m->launch, &run->dev, o->shard);
 }
 
-// Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
-static void folder_begin(Run* run) {
-    Options* o = run->options;
-    const Launch* launch = run->model->launch;
-    launch_any(launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
-    if (launch->rank == 0) {
-        require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
-    }
-    launch_broadcast(launch, run->folder.path, sizeof(run->folder.path));
-    launch_broadcast(launch, &o->sample_every, sizeof(o->sample_every));
-    Prompts* prompts = &run->folder.prompts;
-    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(launch, number, sizeof(*number));
-    prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
-    prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
-    launch_broadcast(launch, prompts->length, prompts->count * (int64_t)sizeof(int));
-    launch_broadcast(launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
-}
-
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
 static void begin(Run* run) {
     Model* m = run->model;
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    const char *model = run->options->model, *weights = run->folder.sources[FROM_MODEL];
+    const char* weights = run->folder.sources[FROM_MODEL];
     if (run->resume.state) {
         checkpoint_read(run, run->resume.state, run->resume.from);
         snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
@@ -1303,16 +1258,13 @@ static void begin(Run* run) {
     } else if (*weights) {
         model_read(m, weights);
     } else {
-        if (file_exists(path_in(model, "model.safetensors"))) {
-            run_say(&run->folder,
-                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
-                    model, model);
-        }
         model_init(m, (uint64_t)run->options->seed);
     }
     signals_doing("this step");
     resume_paths(run->options);
-    folder_begin(run);
+    launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
+    require(m->launch->rank > 0 || run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
+    launch_broadcast(m->launch, run->folder.path, sizeof(run->folder.path));
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, m->launch->world, m->parameters, run->val_data.bytes_per_token);
     require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
@@ -1348,7 +1300,7 @@ static int train_main(Options* o, const Launch* launch) {
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
     const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined || launch->rank > 0 ||
+    require(run.dev.imagined ||
                 run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);
     if (o->dry_run) return require_stdout();

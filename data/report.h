@@ -48,8 +48,27 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 // Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
-// report_sample is a SampleDone whose context is a RunFolder. On failure its `error` has a sentence.
-void report_sample(void* run, int index, const char* prompt, const char* text);
+// Samples of a model: --samples of the first prompt, then of the second, and so on. Drawing tokens is the trainer's
+// part.
+typedef struct {
+    RunFolder* run;     // whose prompts go on
+    FILE* to;           // where samples are printed, a single one token by token; NULL: by the run, and in log.jsonl
+    const void* model;  // the caller's, who draws the tokens
+    struct {
+        int64_t streamed;  // tokens of a single sample that are printed
+        int64_t drawn;     // tokens after the first ones, and the seconds that they took
+        double began, seconds;
+        char half[4];  // a character that the streamed tokens have begun
+        size_t half_bytes;
+    } so_far;  // zeros at first
+} Samples;
+// Takes the next token of each of `count` samples; it ignores negative ones other than `end`. Replaces the end-of-text
+// token by `end` if samples stop at it, and prints the token of a single sample. Exits if the reader of `to` has gone.
+void samples_next(Samples* samples, int* tokens, int count, int end);
+// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, prompt included. After the last printed
+// sample, a line on stderr says how fast the tokens were drawn. On failure the run's `error` has a sentence.
+void samples_done(void* samples, int index, const int* tokens, int64_t used);
+// Reports an evaluation, outside of a run ("" as its path) on the terminal alone.
 bool report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds);
 // Reports the end of a run of `steps` timed steps in `seconds`; `stopped`: by a signal. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);

@@ -116,7 +116,7 @@ bool run_folder_make(RunFolder* run, bool bytes) {
 
 void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
-    fclose(run->text);
+    if (run->text) fclose(run->text);
     json_free(run->config);
     tokenizer_close(run->tokenizer);
     prompts_close(&run->prompts);
@@ -178,7 +178,7 @@ bool run_folder_asks_save(RunFolder* run) {
 }
 
 FILE* run_log_begin(RunFolder* run, const char* type) {
-    if (run->quiet) return NULL;
+    if (!run->log) return NULL;
     fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
             (long long)run->state.step, (long long)run->state.tokens, seconds_now() - run->started);
     return run->log;
@@ -243,13 +243,18 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     const Options* o = run->options;
     const char* weights = weights_folder(run);
     char* error = run->error;
-    const bool resumes = *run->sources[FROM_CHECKPOINT], saves = size > 0 && strcmp(o->save, "none") != 0;
+    const bool resumes = *run->sources[FROM_CHECKPOINT],
+               saves = size > 0 && !run->quiet && strcmp(o->save, "none") != 0;
     const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     const long long most = o->keep == OPTION_AUTO ? 3 : o->keep, count = most < all ? most + 1 : all;
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
         return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
                           count > 1 ? "s" : "", most > 1 && all > 2 ? ", or type --keep 1" : "",
                           strcmp(o->save, "all") == 0 ? ", or type --save weights or none" : "");
+    }
+    if (!*weights && file_exists(path_in(o->model, "model.safetensors"))) {
+        run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                o->model, o->model);
     }
     if (!tokenizers_agree(weights, run->sources[FROM_DATA])) {
         return data_error(error,
@@ -258,7 +263,8 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                           o->data, weights, shell_word(weights));
     }
     tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[FROM_DATA], vocabulary);
-    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, vocabulary, o->eval_out, error)) &&
+    return (o->eval_every == 0 ||
+            evaluation_check(o->eval, run->tokenizer, vocabulary, run->quiet ? "" : o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);
 }

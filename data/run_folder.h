@@ -34,9 +34,9 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // overwrite.
 bool run_folder_free(const char* folder, bool again, char* error);
 // Opens the tokenizer and the prompts before there is a folder, and checks the tasks of --eval, that data and weights
-// have the same tokenizer, and that the disk has room for the checkpoints, of `size` bytes each (0: none is written),
-// which exist at one time: up to --keep, and one that is being written. If the tokenizer does not fit a model of
-// `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0. One process calls it.
+// have the same tokenizer, and, if this process writes, that the disk has room for the checkpoints, of `size` bytes
+// each (0: none is written), which exist at one time: up to --keep, and one that is being written. If the tokenizer
+// does not fit a model of `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
 bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
 // config.json, log.txt, log.jsonl and copies of the tokenizer's files.
@@ -61,7 +61,7 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
 // Writes the first line: the program; where, when and how it was started; all options; sizes of the model and tokens.
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
 // Begins a line of this type, to which the caller adds members, ", NAME: VALUE", and then calls run_log_end. NULL on
-// ranks that write nothing.
+// ranks that write nothing, and where there is no run.
 FILE* run_log_begin(RunFolder* run, const char* type);
 bool run_log_end(RunFolder* run);
 
