@@ -46,10 +46,8 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     *m = {};
     m->dev = dev;
     m->config = s->config;
-    m->B = s->B;
-    m->T = s->T;
-    m->arena.type = s->type;
-    m->arena.grads_bf16 = s->grads_bf16;
+    m->B = s->B, m->T = s->T;
+    m->arena.type = s->type, m->arena.grads_bf16 = s->grads_bf16;
     m->recomputes_gelu = s->recompute == RECOMPUTE_GELU;
     m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->config.L - s->kept_blocks : 0;
     m->spills = s->spills;

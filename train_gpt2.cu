@@ -502,7 +502,6 @@ static void model_free(Model* m) {
     void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars};
     for (void* block : memory) device_free(m->dev, block);
     if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
-    for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
     spill_close(&m->spill);
     arena_close(&m->arena);
@@ -614,7 +613,8 @@ static bool sample_next(void* context, int* tokens, int count) {
 static bool sample(const Model* m, RunFolder* folder, FILE* to) {
     const Options* o = folder->options;
     const Prompts* prompts = &folder->prompts;
-    Samples samples = {folder, to, m, {}};
+    Samples samples = {};
+    samples.run = folder, samples.to = to, samples.model = m;
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t dequant_bytes = m->arena.dequant_bytes,
@@ -655,11 +655,8 @@ static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE
         told = seconds_now();
     }
     launch_all_reduce(m->launch, &pass.scores->sum, 2 * task->rows, LAUNCH_SUM);
-    const EvaluationResult result = evaluation_result(&pass);
-    if (rank == 0 && !stopped) {
-        require(report_evaluation(run, &result, seconds_now() - began), run->error);
-        require(!out || evaluation_write(out, &pass, m->error), m->error);
-    }
+    const bool reports = rank == 0 && !stopped;
+    require(!reports || report_evaluation(run, &pass, out, seconds_now() - began), run->error);
     evaluation_end(&pass);
     return !stopped;
 }
@@ -691,7 +688,6 @@ struct Run {
     Shard shard;
     Model* model;
     OptimConfig config;
-    Dataset train_data, val_data;
     RunFolder folder;
     StepReport step;         // the last one
     float scalars[SCALARS];  // of the last step
@@ -741,27 +737,39 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }
 
-// Writes a checkpoint's tensors and, with `states`, its arrays (count). All ranks that keep parts call it, and send
-// rank 0, which has the writer, what it lacks.
-static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
-                                    const SafetensorsTensor* arrays, int count) {
+// Writes a checkpoint's tensors and, with --save all, the optimizer's arrays. All ranks that keep parts call it, and
+// send rank 0, which writes, what it lacks.
+static bool checkpoint_write_arrays(Run* run, CheckpointWriter* writer) {
     constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
+    const Model* m = run->model;
+    const Arena* a = &m->arena;
+    RunFolder* folder = &run->folder;
+    const OptimStream history = amax_history_of(m);
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
+    const int count = strcmp(run->options->save, "all") == 0 ? saved->arrays : 0;
+    SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
+    for (int i = 0; i < count; i++) {
+        const OptimStream& array = saved->array[i];
+        const int64_t cols = array.name == history.name ? FP8_HISTORY : 1, bytes = array.elements * array.element_bytes;
+        arrays[i] = {array.name, array.dtype, {array.elements / cols, cols}, cols > 1 ? 2 : 1, 0, bytes, 0};
+    }
     void* values = memory_take(std::max(PIECE, m->largest * (int64_t)sizeof(float)));
-    bool ok = true;
-    for (int t = 0; t < m->arena.count && ok; t++) {
+    bool ok = m->launch->rank > 0 ||
+              checkpoint_begin(writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
+    for (int t = 0; t < a->count && ok; t++) {
         optim_saved_weights(saved, t, values);
         ok = checkpoint_tensor(writer, &m->stored[t], values);
     }
-    ok = ok && (!states || checkpoint_begin_arrays(writer, arrays, count));
-    for (int i = 0; i < count && states; i++) {
-        const int64_t bytes = arrays[i].bytes;
-        for (int64_t at = 0; at < bytes && ok; at += PIECE) {
-            const int64_t piece = bytes - at < PIECE ? bytes - at : PIECE;
+    ok = ok && (count == 0 || checkpoint_begin_arrays(writer, arrays, count));
+    for (int i = 0; i < count; i++) {
+        for (int64_t at = 0; at < arrays[i].bytes && ok; at += PIECE) {
+            const int64_t piece = std::min(arrays[i].bytes - at, PIECE);
             optim_saved_read(saved, i, at, piece, values);
             ok = checkpoint_bytes(writer, &arrays[i], at, piece, values);
         }
     }
     free(values);
+    optim_saved_close(saved);
     return ok;
 }
 
@@ -772,28 +780,13 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Arena* a = &m->arena;
     RunFolder* folder = &run->folder;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
-    const OptimStream history = amax_history_of(m);
-    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
-    SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
-    const int count = saved->arrays;
-    for (int i = 0; i < count; i++) {
-        const OptimStream& array = saved->array[i];
-        arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
-    }
-    if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
-    if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
     const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
     const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->config, folder->config, end};
-    const bool writes = m->launch->rank == 0;
     CheckpointWriter writer = {};
-    bool ok =
-        !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
-    if (writes || shard_splits(a->shard, SHARD_STATES)) {
-        ok = ok && checkpoint_write_arrays(m, &writer, saved, strcmp(run->options->save, "all") == 0, arrays, count);
-    }
+    const bool sends = m->launch->rank == 0 || shard_splits(a->shard, SHARD_STATES);
+    bool ok = !sends || checkpoint_write_arrays(run, &writer);
     ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
-    optim_saved_close(saved);
     free(formats);
     return ok;
 }
@@ -947,17 +940,17 @@ static void resolve(Run* run) {
     int vocabulary;
     bool bytes;
     require(dataset_look(o, &vocabulary, &bytes, m->error), m->error);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, o, m->T, m->error), m->error);
-    run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
-    const int64_t windows = dataset_windows(&run->train_data, m->T);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.from_model);
+    require(dataset_open_both(&run->folder.train_data, &run->folder.val_data, o, m->T, m->error), m->error);
+    const int64_t windows = dataset_windows(&run->folder.train_data, m->T);
+    run->folder.parameters = m->parameters;
     require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     require(defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows, m->error),
             m->error);
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, m->error), m->error);
+    require(dataset_count_bytes(&run->folder.val_data, m->T, o->val_tokens, m->error), m->error);
     optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
 
@@ -976,12 +969,12 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
         run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
-    report_data(folder, &run->train_data, &run->val_data, m->config.V);
-    report_batch(folder, dataset_windows(&run->train_data, m->T), world);
+    report_data(folder, m->config.V);
     optim_describe(&run->config, text, sizeof(text));
-    report_optim(folder, text);
-    report_memory(folder, plan, world, m->parameters, available_to(m));
-    if (run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
+    report_training(folder, text);
+    report_memory(folder, plan, available_to(m));
+    const char* changed = run->resume.changed;
+    if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
 }
 
 // Returns NULL if the run's plan fits; otherwise a sentence that says what to type.
@@ -994,18 +987,17 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free);
     while (fits > 0 && sequences % fits != 0) fits--;
+    // `less` is advice only where it is enough.
+    const bool enough = plan_of(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
     if (fits > 0) {
-        // --recompute block is advice only where it is enough.
-        const bool whole = plan_of(m, &run->config, asked, 0, true).total <= free;
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
-                           whole ? ", or " : "", whole ? less : "");
+                           enough ? ", or " : "", enough ? less : "");
     }
-    const bool one = largest_batch(m, &run->config, asked, 1, true, free) > 0;
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
         "a smaller --preset",
-        have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
+        have, m->dev->name, enough ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
 // --fit (data/fit.h).
@@ -1030,14 +1022,13 @@ static int fit_main(const Options* asked) {
     char error[DATA_ERROR_BYTES] = "";  // why the first row that has no plan has none
     static Fit fit;
     Device card;
-    fit.asked = asked, fit.model = asked->model;
+    fit.asked = asked, fit.model = asked->model, fit.preset = option_given(asked, "preset") ? asked->preset : nullptr;
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
     fit.folder = checkpoint_model(&fit.model, false, error);
     require(fit.folder != nullptr, error);
     fit.vocabulary = *fit.folder ? 0 : 50257;
-    if (*asked->data) require(dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
+    require(!*asked->data || dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
-    if (option_given(asked, "preset")) fit.preset = asked->preset;
     while (fit_next(&fit)) {
         Model m = {};
         m.dev = &card;
@@ -1052,12 +1043,17 @@ static int fit_main(const Options* asked) {
 
 // Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
 static const char* resume_optim(Options* o, Resume* merge) {
-    OptimResume r = {};
-    r.config = optim_config_of(o), r.lr = o->lr;
-    r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr");
-    r.overrides_typed = option_given(o, "override");
-    r.options = merge->saved, r.formats = json_get(merge->state, "formats");
-    r.changed = merge->changed;
+    const bool v_typed = option_given(o, "v"), lr_typed = option_given(o, "lr");
+    OptimResume r = {optim_config_of(o),
+                     o->lr,
+                     v_typed,
+                     lr_typed,
+                     option_given(o, "override"),
+                     merge->saved,
+                     json_get(merge->state, "formats"),
+                     merge->changed,
+                     "",
+                     false};
     optim_resume(&r, DEFAULT_DECAY);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, merge->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
@@ -1073,7 +1069,7 @@ static void resume(Run* run) {
     const Launch* launch = run->model->launch;
     if (launch->rank == 0) require(resume_find(merge, &run->folder, run->model->error), run->model->error);
     launch_broadcast(launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, run->model->error), run->model->error);
+    require(resume_take(merge, &run->folder, run->model->error), run->model->error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1082,11 +1078,10 @@ static void resume(Run* run) {
 
 static void run_validation(Run* run) {
     signals_doing("this batch of the validation");
-    double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
+    double begin = seconds_now(), loss = validate(run->model, &run->folder.val_data, run->options->val_tokens);
     if (stops(run->model)) return;
     run->last_val = loss;
-    require(report_validation(&run->folder, loss, run->val_data.bytes_per_token, seconds_now() - begin),
-            run->folder.error);
+    require(report_validation(&run->folder, loss, seconds_now() - begin), run->folder.error);
 }
 
 static void run_sample(Run* run) {
@@ -1104,28 +1099,26 @@ static bool ends_useless(const Run* run) {
     const RunState* state = &run->folder.state;
     if (stops(m) || (run->options->val_every == 0 && state->skipped_last == 0)) return false;
     if (state->skipped > 0 && state->skipped == state->step) return true;
-    const double loss = run->options->val_every > 0 ? run->last_val : validate(m, &run->val_data, m->T);
+    const double loss = run->options->val_every > 0 ? run->last_val : validate(m, &run->folder.val_data, m->T);
     return !isfinite(loss) && !stops(m);
 }
 
-// Begins a step: tells the other ranks what this one is asked for, and chooses the learning rate. Returns the time.
-static double step_begin(Run* run) {
-    const double begin = seconds_now();
-    Shard* shard = run->model->arena.shard;
-    signals_doing("this step");
-    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    run->step.lr = learning_rate(run->options, &run->folder.state.rise, run->folder.state.step);
-    return begin;
-}
-
-// Waits for the step that train_step has queued, and counts, logs and prints it.
-static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches) {
+// Takes a step, and counts, logs and prints it. Other ranks learn what this one is asked for.
+static void run_step(Run* run, Feeder* feeder, int64_t micro_batches) {
+    const Options* o = run->options;
     const RunState* state = &run->folder.state;
     StepReport* step = &run->step;
     Model* m = run->model;
+    Shard* shard = m->arena.shard;
     float* scalars = run->scalars;
+    const double begin = seconds_now();
+    const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
+    signals_doing("this step");
+    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
+    step->lr = learning_rate(o, &state->rise, state->step);
+    train_step(m, feeder, micro_batches, (float)step->lr, (float)o->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-    shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+    shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
     if (feeder->error[0] || scalars[SCALAR_BAD] > 0) {
         if (run->saved_at < state->step) checkpoint_save(run);
         // The rank that found the bad data ends all ranks with its message; the others wait here for that.
@@ -1155,7 +1148,7 @@ static void train(Run* run) {
     LoaderSlice slice = {sequences / m->launch->world, sequences};
     const int64_t micro_batches = slice.run / m->B;
     Feeder feeder;
-    feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
+    feeder_open(&feeder, m->dev, &run->folder.train_data, m->B, m->T, (uint64_t)o->seed, true,
                 state->sequences + m->launch->rank * slice.run, slice);
     run->saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
@@ -1164,10 +1157,7 @@ static void train(Run* run) {
     *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
         if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
-        const double begin = step_begin(run);
-        const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
-        step_end(run, &feeder, begin, micro_batches);
+        run_step(run, &feeder, micro_batches);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
@@ -1233,7 +1223,7 @@ static void open_device(Run* run) {
     const Options* o = run->options;
     Model* m = run->model;
     const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && m->launch->world == 1;
-    run->folder.quiet = m->launch->rank > 0;
+    run->folder.quiet = m->launch->rank > 0, run->folder.ranks = m->launch->world;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     if (o->memory > 0 && !plans) {
         user_error("--memory plans for one GPU that need not be here; type --dry-run, without --device cpu or --gpus");
@@ -1250,24 +1240,18 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    const char* weights = run->folder.sources[FROM_MODEL];
+    const char* weights = run->folder.from_model;
     if (run->resume.state) {
         checkpoint_read(run, run->resume.state, run->resume.from);
-        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
-        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
     } else if (*weights) {
         model_read(m, weights);
     } else {
         model_init(m, (uint64_t)run->options->seed);
     }
     signals_doing("this step");
-    resume_paths(run->options);
     launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
-    require(m->launch->rank > 0 || run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
+    require(m->launch->rank > 0 || run_folder_make(&run->folder, run->dev.name), run->folder.error);
     launch_broadcast(m->launch, run->folder.path, sizeof(run->folder.path));
-    run->folder.started = seconds_now();
-    run_log_config(&run->folder, run->dev.name, m->launch->world, m->parameters, run->val_data.bytes_per_token);
-    require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static int train_main(Options* o, const Launch* launch) {
@@ -1276,15 +1260,10 @@ static int train_main(Options* o, const Launch* launch) {
     run.options = run.folder.options = run.resume.options = o, run.model = &model;
     model.launch = launch;
     resume(&run);
-    const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
-    sources[FROM_CHECKPOINT] = run.resume.from;
-    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, model.error);
-    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], model.error), model.error);
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
-                      run.folder.error);
-    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
+    comm_require_same(launch, run_identity(&run.folder, run.resume.state), run.folder.error);
+    resume_state(&run.resume, &run.folder);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
@@ -1300,8 +1279,7 @@ static int train_main(Options* o, const Launch* launch) {
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
     const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined ||
-                run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
+    require(run.dev.imagined || run_folder_open(&run.folder, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
@@ -1310,7 +1288,6 @@ static int train_main(Options* o, const Launch* launch) {
     if (!o->profile) run_say_next(&run.folder, stop);
     run_folder_close(&run.folder);
     json_free(run.resume.state);
-    dataset_close(&run.train_data), dataset_close(&run.val_data);
     model_free(&model);
     device_close(&run.dev);
     return stop ? 128 + stop : 0;
