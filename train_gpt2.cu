@@ -66,6 +66,7 @@ static OptimConfig optim_config_of(const Options* o) {
 
 // The same, resolved; writes the names that the preset chooses back into the options. False with a sentence.
 static bool optim_config_from(Options* o, OptimConfig* config, char* error) {
+    o->preset = default_preset(o);
     *config = optim_config_of(o);
     if (!optim_resolve(config, error)) return false;
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;

@@ -1,4 +1,5 @@
 #include "schedule.h"
+#include "gpt2_config.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,6 +83,12 @@ long long default_tokens_per_step(const Options* o, int64_t epoch) {
     const double one = suited((double)o->steps), batch = o->steps > 0 ? one * one : suited((double)epoch);
     const double sequences = between(32768, batch, 524288) / (double)o->seq;
     return o->seq * (long long)exp2(round(log2(sequences > 1 ? sequences : 1)));
+}
+
+const char* default_preset(const Options* o) {
+    const bool typed =
+        option_given(o, "rule") || option_given(o, "weights") || option_given(o, "m") || option_given(o, "v");
+    return strcmp(o->preset, "auto") != 0 ? o->preset : typed || !gpt2_named(o->model) ? "adamw32" : "muon";
 }
 
 static bool is_muon(const Options* o) {
