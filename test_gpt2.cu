@@ -21,7 +21,7 @@ enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
 // The choices that make a test's model.
 struct Setup {
-    Config config;
+    Gpt2Shape config;
     int B, T;
     OptimType type;
     bool grads_bf16;
@@ -46,10 +46,8 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     *m = {};
     m->dev = dev;
     m->config = s->config;
-    m->B = s->B;
-    m->T = s->T;
-    m->arena.type = s->type;
-    m->arena.grads_bf16 = s->grads_bf16;
+    m->B = s->B, m->T = s->T;
+    m->arena.type = s->type, m->arena.grads_bf16 = s->grads_bf16;
     m->recomputes_gelu = s->recompute == RECOMPUTE_GELU;
     m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->config.L - s->kept_blocks : 0;
     m->spills = s->spills;
@@ -132,7 +130,7 @@ static Floats gradients(const Model* m) {
 // attention (HS + T), then the head and the rows of a weight's gradient. bf16: every activation and its gradient is
 // rounded (2^-9) when it is stored, ten each way in a block and six outside. The roundings do not correlate, hence the
 // root. The factors are for what subtractions (layernorm, softmax minus target) lose.
-static double gradient_bound(const Config* c, int rows, int T, OptimType type) {
+static double gradient_bound(const Gpt2Shape* c, int rows, int T, OptimType type) {
     double sums = 2.0 * c->L * (9.0 * c->C + c->C / c->NH + T) + 2.0 * c->C + c->V + rows;
     double roundings = 20.0 * c->L + 6.0;
     return type == OPTIM_FP32 ? 2.0 * ldexp(sqrt(sums), -24) : 4.0 * ldexp(sqrt(roundings), -9);
@@ -190,7 +188,7 @@ static void expect_gradients(Test* test, const char* what, const Model* m, const
 // The golden file: a small GPT-2 with loss, gradients and five AdamW steps as PyTorch computes them in float64.
 
 static const char GOLDEN[] = "dev/reference/golden.safetensors";
-static const Config GOLDEN_CONFIG = {2, 128, 2, 32, 250, 256};
+static const Gpt2Shape GOLDEN_CONFIG = {2, 128, 2, 32, 250, 256};
 constexpr int GOLDEN_B = 2, GOLDEN_T = 24;
 
 static double golden_double(const Safetensors* file, const char* name, int i) {
@@ -287,7 +285,7 @@ TEST_BOTH(model_golden) {
 
 constexpr int SMALL_B = 4;
 struct Small {
-    Config config;
+    Gpt2Shape config;
     int T;
 };
 static const Small SMALL[] = {

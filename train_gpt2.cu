@@ -49,9 +49,6 @@
 #include "optim/model/arena.h"      // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
-extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
-extern "C" const char corpus_end[];
-
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
@@ -67,29 +64,25 @@ static OptimConfig optim_config_of(const Options* o) {
     return c;
 }
 
-// The same, resolved; writes the names that the preset chooses back into the options.
-static void optim_config_from(Options* o, OptimConfig* config, char* error) {
+// The same, resolved; writes the names that the preset chooses back into the options. False with a sentence.
+static bool optim_config_from(Options* o, OptimConfig* config, char* error) {
+    o->preset = default_preset(o);
     *config = optim_config_of(o);
-    require(optim_resolve(config, error), error);
+    if (!optim_resolve(config, error)) return false;
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
     config->overrides = o->overrides = default_overrides(o);
+    return true;
 }
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
-
-struct Config {
-    int L, C, NH;
-    int max_T;  // rows of the position embedding
-    int V, Vp;
-};
 
 // Arena order, as in data/model_folder.h: wte, wpe, the blocks, ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
     const Device* dev;
-    Config config;
+    Gpt2Shape config;
     int B, T;                 // sequences and tokens of a sequence in one micro-batch
     bool recomputes_gelu;     // of every block, in the backward pass
     int recomputed;           // blocks, from the first on, that the backward pass computes again
@@ -126,7 +119,7 @@ static int weight_tensor(int l, int matrix) {
 }
 
 static void config_tensors(Model* model) {
-    const Config* c = &model->config;
+    const Gpt2Shape* c = &model->config;
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
@@ -393,14 +386,6 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
 
-// Block l, or the last layernorm, is done: its gradients are summed over the ranks, or its step is taken, and what
-// block l - 1 reads comes.
-template <typename X, typename G>
-static void layer_end(const Model* m, const Activations<X, G>* a, int l) {
-    spill_in(a->spill, l, a->residual[l]);
-    arena_layer_end(&m->arena, l < m->config.L ? l : part_final(m->config.L));
-}
-
 // Computes the gradients of all parameters from dbranch, that of the last layernorm's result. Sums over rows are fp32
 // and are rounded to G once per micro-batch; with several micro-batches G is float, unless --grads bf16 asks for less
 // memory.
@@ -414,7 +399,8 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
         if (l > 0) arena_layer_begin(&m->arena, l - 1);
         norm_backward(dev, a->dresidual, a->dbranch, &a->block[l].ln1, a->residual[l],
                       l > 0 ? &a->block[l - 1].fcproj : nullptr, a->scratch, a->N, a->adds);
-        layer_end(m, a, l);
+        spill_in(a->spill, l, a->residual[l]);
+        arena_layer_end(&m->arena, l < L ? l : part_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
                              m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
@@ -467,13 +453,12 @@ static DecodeShape decode_shape(const Model* m) {
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
-    const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
-    const auto bytes = [&](bool train) {
-        return fp32 ? activations_of<float, float>(m, nullptr, train).bytes
-                    : activations_of<bf16, float>(m, nullptr, train).bytes;
-    };
-    const int64_t passes = backward && bytes(true) > bytes(false) ? bytes(true) : bytes(false);
-    return decoder > passes ? decoder : passes;
+    int64_t bytes = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
+    for (bool train : {false, backward}) {
+        bytes = std::max(bytes, fp32 ? activations_of<float, float>(m, nullptr, train).bytes
+                                     : activations_of<bf16, float>(m, nullptr, train).bytes);
+    }
+    return bytes;
 }
 
 // Bytes of the residual stream at one place.
@@ -518,7 +503,6 @@ static void model_free(Model* m) {
     void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars};
     for (void* block : memory) device_free(m->dev, block);
     if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
-    for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
     spill_close(&m->spill);
     arena_close(&m->arena);
@@ -560,21 +544,20 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: the gradients of `micro_batches` and the update. It queues all work without waiting for the
-// device; the caller reads the scalars. `step` counts from 1. With bad data it returns false, or, among several ranks,
-// which wait for each other, it completes the step and all find SCALAR_BAD. Nothing changes then.
-static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
+// device; the caller reads the scalars. `step` counts from 1. With bad data, of which feeder->error and other ranks'
+// SCALAR_BAD tell, the loss is NaN, so that the step changes nothing.
+static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &m->input);
-        if (buckets < 0 && !m->arena.shard) return false;
-        if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        if (buckets < 0) buckets = input_blank(m->dev, &m->input);
-        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * m->launch->world));
+        const bool bad = buckets < 0;
+        if (bad) buckets = input_blank(m->dev, &m->input);
+        if (bad && m->arena.shard) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
+        micro_batch(m, buckets, m->B, true, i == 0, bad ? NAN : 1.0f / (float)(micro_batches * m->launch->world));
     }
     arena_step(&m->arena);
-    return true;
 }
 
 // Returns the signal that asks to stop, or 0. Several ranks agree on it, all at once, at asks_to_stop().
@@ -616,7 +599,7 @@ static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
 }
 
-// Rank 0, which has the tokenizer, decides when texts end; the other ranks compute the same and receive its tokens.
+// Rank 0 decides when texts end; the other ranks compute the same and receive its tokens.
 static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
@@ -625,11 +608,14 @@ static bool sample_next(void* context, int* tokens, int count) {
     return !asks_to_stop(m);
 }
 
-// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. In a run the
-// decoder uses the activations' memory. Returns false if the model's output is not finite. All ranks call it.
-static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
-                   SampleDone done, void* context) {
-    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
+// Continues each prompt of the folder by up to --sample-tokens tokens, which go to `to` or, if that is null, to the
+// run's logs. In a run the decoder uses the activations' memory. Returns false if the model's output is not finite. All
+// ranks call it.
+static bool sample(const Model* m, RunFolder* folder, FILE* to) {
+    const Options* o = folder->options;
+    const Prompts* prompts = &folder->prompts;
+    Samples samples = {};
+    samples.run = folder, samples.to = to, samples.model = m;
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t dequant_bytes = m->arena.dequant_bytes,
@@ -640,7 +626,7 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
                                samples_done};
-    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens};
+    const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, (int)o->samples, o->sample_tokens};
     const bool finite = decode_run(m->dev, &shape, fp32, tensors, &texts, &draw, &calls,
                                    run ? (char*)m->activations + dequant_bytes : nullptr, room);
     free(tensors);
@@ -649,8 +635,8 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-// Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
-// turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
+// Scores one task of --eval and reports its figures. Ranks take batches in turn, as many each, and add their scores;
+// all call it. Returns false, and reports nothing, if a signal stops them.
 static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
@@ -670,29 +656,22 @@ static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE
         told = seconds_now();
     }
     launch_all_reduce(m->launch, &pass.scores->sum, 2 * task->rows, LAUNCH_SUM);
-    const EvaluationResult result = evaluation_result(&pass);
-    if (rank == 0 && !stopped) {
-        const double seconds = seconds_now() - began;
-        if (run) require(report_evaluation(run, &result, seconds), run->error);
-        if (!run) printf("eval     %s\n", evaluation_describe(&result, seconds)), fflush(stdout);
-        require(!out || evaluation_write(out, &pass, m->error), m->error);
-    }
+    const bool reports = rank == 0 && !stopped;
+    require(!reports || report_evaluation(run, &pass, out, seconds_now() - began), run->error);
     evaluation_end(&pass);
     return !stopped;
 }
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
-static void evaluate(Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
-    if (run) signals_doing("this batch of the evaluation");
+static void evaluate(Model* m, RunFolder* run) {
+    const Options* o = run->options;
+    if (*run->path) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
     require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, m->error), m->error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
         Evaluation task;
-        char path[RUN_PATH_BYTES];  // of rank 0: in a run the others have no tokenizer
-        snprintf(path, sizeof(path), "%s", evaluation_path(name, tokenizer));
-        launch_broadcast(m->launch, path, sizeof(path));
-        require(evaluation_open(&task, path, tokenizer, m->error), m->error);
+        require(evaluation_open(&task, name, run->tokenizer, m->error), m->error);
         goes_on = evaluate_task(m, &task, run, out);
         evaluation_close(&task);
     }
@@ -710,8 +689,6 @@ struct Run {
     Shard shard;
     Model* model;
     OptimConfig config;
-    Schedule schedule;
-    Dataset train_data, val_data;
     RunFolder folder;
     StepReport step;         // the last one
     float scalars[SCALARS];  // of the last step
@@ -761,27 +738,39 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }
 
-// Writes a checkpoint's tensors and, with `states`, its arrays (count). All ranks that keep parts call it, and send
-// rank 0, which has the writer, what it lacks.
-static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
-                                    const SafetensorsTensor* arrays, int count) {
+// Writes a checkpoint's tensors and, with --save all, the optimizer's arrays. All ranks that keep parts call it, and
+// send rank 0, which writes, what it lacks.
+static bool checkpoint_write_arrays(Run* run, CheckpointWriter* writer) {
     constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
+    const Model* m = run->model;
+    const Arena* a = &m->arena;
+    RunFolder* folder = &run->folder;
+    const OptimStream history = amax_history_of(m);
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
+    const int count = strcmp(run->options->save, "all") == 0 ? saved->arrays : 0;
+    SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
+    for (int i = 0; i < count; i++) {
+        const OptimStream& array = saved->array[i];
+        const int64_t cols = array.name == history.name ? FP8_HISTORY : 1, bytes = array.elements * array.element_bytes;
+        arrays[i] = {array.name, array.dtype, {array.elements / cols, cols}, cols > 1 ? 2 : 1, 0, bytes, 0};
+    }
     void* values = memory_take(std::max(PIECE, m->largest * (int64_t)sizeof(float)));
-    bool ok = true;
-    for (int t = 0; t < m->arena.count && ok; t++) {
+    bool ok = m->launch->rank > 0 ||
+              checkpoint_begin(writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
+    for (int t = 0; t < a->count && ok; t++) {
         optim_saved_weights(saved, t, values);
         ok = checkpoint_tensor(writer, &m->stored[t], values);
     }
-    ok = ok && (!states || checkpoint_begin_arrays(writer, arrays, count));
-    for (int i = 0; i < count && states; i++) {
-        const int64_t bytes = arrays[i].bytes;
-        for (int64_t at = 0; at < bytes && ok; at += PIECE) {
-            const int64_t piece = bytes - at < PIECE ? bytes - at : PIECE;
+    ok = ok && (count == 0 || checkpoint_begin_arrays(writer, arrays, count));
+    for (int i = 0; i < count; i++) {
+        for (int64_t at = 0; at < arrays[i].bytes && ok; at += PIECE) {
+            const int64_t piece = std::min(arrays[i].bytes - at, PIECE);
             optim_saved_read(saved, i, at, piece, values);
             ok = checkpoint_bytes(writer, &arrays[i], at, piece, values);
         }
     }
     free(values);
+    optim_saved_close(saved);
     return ok;
 }
 
@@ -790,32 +779,15 @@ static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, Op
 static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Model* m = run->model;
     const Arena* a = &m->arena;
-    const Config* c = &m->config;
     RunFolder* folder = &run->folder;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
-    const OptimStream history = amax_history_of(m);
-    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
-    SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
-    const int count = saved->arrays;
-    for (int i = 0; i < count; i++) {
-        const OptimStream& array = saved->array[i];
-        arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
-    }
-    if (m->uses_fp8) arrays[count - 1].shape[0] = m->fp8.slots, arrays[count - 1].shape[1] = FP8_HISTORY;
-    if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
-    const Gpt2Shape shape = {c->L, c->C, c->NH, c->max_T, c->V};
     const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
-    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, shape, folder->config, end};
-    const bool writes = m->launch->rank == 0;
+    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->config, folder->config, end};
     CheckpointWriter writer = {};
-    bool ok =
-        !writes || checkpoint_begin(&writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
-    if (writes || shard_splits(a->shard, SHARD_STATES)) {
-        ok = ok && checkpoint_write_arrays(m, &writer, saved, strcmp(run->options->save, "all") == 0, arrays, count);
-    }
+    const bool sends = m->launch->rank == 0 || shard_splits(a->shard, SHARD_STATES);
+    bool ok = !sends || checkpoint_write_arrays(run, &writer);
     ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
-    optim_saved_close(saved);
     free(formats);
     return ok;
 }
@@ -855,29 +827,24 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
-    if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
-    if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
-    Gpt2Shape shape;
-    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, m->error),
-            m->error);
-    m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
-                 (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
-    if (o->seq == AUTO) o->seq = m->config.max_T;
-    o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
+    const char* shape = *checkpoint ? checkpoint : folder;
+    require(gpt2_shape_choose(o, shape, *checkpoint, vocabulary, bytes, gpu, &m->config, m->error), m->error);
     m->T = (int)o->seq;
     m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
     config_tensors(m);
 }
 
-// Chooses how the optimizer keeps the tensors, and which part of them is this rank's.
-static void resolve_optim(Options* o, Model* m, OptimConfig* config) {
-    optim_config_from(o, config, m->error);
+// Chooses how the optimizer keeps the tensors, and which part of them is this rank's. False with a sentence in
+// m->error.
+static bool resolve_optim(Options* o, Model* m, OptimConfig* config) {
+    if (!optim_config_from(o, config, m->error)) return false;
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->offload = strstr(o->offload, "states") != nullptr;
     m->arena.clip_by = clip_by_from(o->clip_by);
     m->spills = strstr(o->offload, "residuals") != nullptr;
+    return options_needed(o, m->error);
 }
 
 static int64_t logit_rows_for(const Options* o, const Model* m) {
@@ -967,32 +934,24 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     o->release = m->arena.releases ? "on" : "off";
 }
 
-static DataSource data_source(const Options* o) {
-    return {o->data, o->val, o->data_format, o->val_fraction, corpus_begin, corpus_end - corpus_begin};
-}
-
 static void resolve(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
     OptimConfig* config = &run->config;
-    const DataSource source = data_source(o);
     int vocabulary;
     bool bytes;
-    require(dataset_look(&source, &vocabulary, &bytes, m->error), m->error);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.sources[FROM_MODEL]);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->error), m->error);
-    run->folder.sources[FROM_DATA] = run->train_data.tokenizer;
-    const int64_t windows = dataset_windows(&run->train_data, m->T);
-    resolve_optim(o, m, config);
-    require(options_needed(o, m->error), m->error);
+    require(dataset_look(o, &vocabulary, &bytes, m->error), m->error);
+    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.from_model);
+    require(dataset_open_both(&run->folder.train_data, &run->folder.val_data, o, m->T, m->error), m->error);
+    const int64_t windows = dataset_windows(&run->folder.train_data, m->T);
+    run->folder.parameters = m->parameters;
+    require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
-    defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows);
-    run->schedule = {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
-    require(schedule_choose(&run->schedule, option_given(o, "warmup"), m->error), m->error);
-    o->warmup = run->schedule.warmup;
-    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, m->error), m->error);
+    require(defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows, m->error),
+            m->error);
+    require(dataset_count_bytes(&run->folder.val_data, m->T, o->val_tokens, m->error), m->error);
     optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
 
@@ -1011,12 +970,12 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
         run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
-    report_data(folder, &run->train_data, &run->val_data, m->config.V);
-    report_batch(folder, dataset_windows(&run->train_data, m->T), world);
+    report_data(folder, m->config.V);
     optim_describe(&run->config, text, sizeof(text));
-    report_optim(folder, text);
-    report_memory(folder, plan, world, m->parameters, available_to(m));
-    if (run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
+    report_training(folder, text);
+    report_memory(folder, plan, available_to(m));
+    const char* changed = run->resume.changed;
+    if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
 }
 
 // Returns NULL if the run's plan fits; otherwise a sentence that says what to type.
@@ -1029,57 +988,54 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free);
     while (fits > 0 && sequences % fits != 0) fits--;
+    // `less` is advice only where it is enough.
+    const bool enough = plan_of(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
     if (fits > 0) {
-        // --recompute block is advice only where it is enough.
-        const bool whole = plan_of(m, &run->config, asked, 0, true).total <= free;
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
-                           whole ? ", or " : "", whole ? less : "");
+                           enough ? ", or " : "", enough ? less : "");
     }
-    const bool one = largest_batch(m, &run->config, asked, 1, true, free) > 0;
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
         "a smaller --preset",
-        have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
+        have, m->dev->name, enough ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
 // --fit (data/fit.h).
 
-static bool fit_plan(Fit* fit, const Device* card, char* error) {
+// Plans a row; false with a sentence in m->error if its options exclude each other.
+static bool fit_plan(Fit* fit, Model* m) {
     FitRow* row = &fit->row;
     Options* o = &row->o;
-    OptimConfig config = optim_config_of(o);
-    Model m = {};
-    m.dev = card;
-    if (!optim_resolve(&config, error)) return false;
-    resolve_model(o, &m, fit->vocabulary, fit->bytes, "", fit->folder);
-    resolve_optim(o, &m, &config);
-    if (!options_needed(o, error)) return false;
-    m.arena.releases = strcmp(o->release, "on") == 0;
-    if (!arena_may_part(&m.arena, &config, error)) return false;
-    if (m.arena.releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, error)) return false;
-    row->batch = largest_batch(&m, &config, o, 512, false, card->memory);
-    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
-    row->parameters = m.parameters;
+    OptimConfig config;
+    Arena* a = &m->arena;
+    resolve_model(o, m, fit->vocabulary, fit->bytes, "", fit->folder);
+    if (!resolve_optim(o, m, &config) || !arena_may_part(a, &config, m->error)) return false;
+    a->releases = strcmp(o->release, "on") == 0;
+    if (a->releases && !arena_may_release(a, &config, o->clip, 1, 1, m->error)) return false;
+    row->batch = largest_batch(m, &config, o, 512, false, m->dev->memory);
+    row->plan = plan_of(m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->parameters = m->parameters;
     return true;
 }
 
 static int fit_main(const Options* asked) {
-    char error[DATA_ERROR_BYTES] = "", later[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES] = "";  // why the first row that has no plan has none
     static Fit fit;
     Device card;
-    fit.asked = asked, fit.model = asked->model;
+    fit.asked = asked, fit.model = asked->model, fit.preset = option_given(asked, "preset") ? asked->preset : nullptr;
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
     fit.folder = checkpoint_model(&fit.model, false, error);
     require(fit.folder != nullptr, error);
     fit.vocabulary = *fit.folder ? 0 : 50257;
-    const DataSource source = data_source(asked);
-    if (*asked->data) require(dataset_look(&source, &fit.vocabulary, &fit.bytes, error), error);
+    require(!*asked->data || dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
-    OptimConfig typed = optim_config_of(asked);
-    require(!option_given(asked, "preset") || optim_resolve(&typed, error), error);
-    if (option_given(asked, "preset")) fit.preset = typed.preset;
-    while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, *error ? later : error);
+    while (fit_next(&fit)) {
+        Model m = {};
+        m.dev = &card;
+        fit.row.planned = fit_plan(&fit, &m);
+        if (!*error) memcpy(error, m.error, sizeof(error));
+    }
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
@@ -1088,12 +1044,17 @@ static int fit_main(const Options* asked) {
 
 // Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
 static const char* resume_optim(Options* o, Resume* merge) {
-    OptimResume r = {};
-    r.config = optim_config_of(o), r.lr = o->lr;
-    r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr");
-    r.overrides_typed = option_given(o, "override");
-    r.options = merge->saved, r.formats = json_get(merge->state, "formats");
-    r.changed = merge->changed;
+    const bool v_typed = option_given(o, "v"), lr_typed = option_given(o, "lr");
+    OptimResume r = {optim_config_of(o),
+                     o->lr,
+                     v_typed,
+                     lr_typed,
+                     option_given(o, "override"),
+                     merge->saved,
+                     json_get(merge->state, "formats"),
+                     merge->changed,
+                     "",
+                     false};
     optim_resume(&r, DEFAULT_DECAY);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, merge->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
@@ -1109,7 +1070,7 @@ static void resume(Run* run) {
     const Launch* launch = run->model->launch;
     if (launch->rank == 0) require(resume_find(merge, &run->folder, run->model->error), run->model->error);
     launch_broadcast(launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, run->model->error), run->model->error);
+    require(resume_take(merge, &run->folder, run->model->error), run->model->error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
 }
@@ -1118,20 +1079,17 @@ static void resume(Run* run) {
 
 static void run_validation(Run* run) {
     signals_doing("this batch of the validation");
-    double begin = seconds_now(), loss = validate(run->model, &run->val_data, run->options->val_tokens);
+    double begin = seconds_now(), loss = validate(run->model, &run->folder.val_data, run->options->val_tokens);
     if (stops(run->model)) return;
     run->last_val = loss;
-    require(report_validation(&run->folder, loss, run->val_data.bytes_per_token, seconds_now() - begin),
-            run->folder.error);
+    require(report_validation(&run->folder, loss, seconds_now() - begin), run->folder.error);
 }
 
 static void run_sample(Run* run) {
     signals_doing("this token of the sample");
     RunFolder* folder = &run->folder;
     folder->error[0] = 0;
-    if (!sample(run->model, run->options, &folder->prompts, folder->tokenizer, nullptr, report_sample, folder)) {
-        run_say(folder, "sample   none: the model's output is not finite\n");
-    }
+    if (!sample(run->model, folder, nullptr)) run_say(folder, "sample   none: the model's output is not finite\n");
     require(!folder->error[0], folder->error);
 }
 
@@ -1142,29 +1100,27 @@ static bool ends_useless(const Run* run) {
     const RunState* state = &run->folder.state;
     if (stops(m) || (run->options->val_every == 0 && state->skipped_last == 0)) return false;
     if (state->skipped > 0 && state->skipped == state->step) return true;
-    const double loss = run->options->val_every > 0 ? run->last_val : validate(m, &run->val_data, m->T);
+    const double loss = run->options->val_every > 0 ? run->last_val : validate(m, &run->folder.val_data, m->T);
     return !isfinite(loss) && !stops(m);
 }
 
-// Begins a step: tells the other ranks what this one is asked for, and chooses the learning rate. Returns the time.
-static double step_begin(Run* run) {
-    const double begin = seconds_now();
-    Shard* shard = run->model->arena.shard;
-    signals_doing("this step");
-    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
-    run->step.lr = learning_rate(&run->schedule, run->folder.state.step);
-    return begin;
-}
-
-// Waits for the step that train_step has queued, and counts, logs and prints it. `ok` is what train_step returned.
-static void step_end(Run* run, const Feeder* feeder, double begin, int64_t micro_batches, bool ok) {
+// Takes a step, and counts, logs and prints it. Other ranks learn what this one is asked for.
+static void run_step(Run* run, Feeder* feeder, int64_t micro_batches) {
+    const Options* o = run->options;
     const RunState* state = &run->folder.state;
     StepReport* step = &run->step;
     Model* m = run->model;
+    Shard* shard = m->arena.shard;
     float* scalars = run->scalars;
+    const double begin = seconds_now();
+    const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
+    signals_doing("this step");
+    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
+    step->lr = learning_rate(o, &state->rise, state->step);
+    train_step(m, feeder, micro_batches, (float)step->lr, (float)o->clip, number);
     copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-    shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-    if (!ok || scalars[SCALAR_BAD] > 0) {
+    shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+    if (feeder->error[0] || scalars[SCALAR_BAD] > 0) {
         if (run->saved_at < state->step) checkpoint_save(run);
         // The rank that found the bad data ends all ranks with its message; the others wait here for that.
         if (!feeder->error[0]) launch_any(m->launch, false);
@@ -1193,7 +1149,7 @@ static void train(Run* run) {
     LoaderSlice slice = {sequences / m->launch->world, sequences};
     const int64_t micro_batches = slice.run / m->B;
     Feeder feeder;
-    feeder_open(&feeder, m->dev, &run->train_data, m->B, m->T, (uint64_t)o->seed, true,
+    feeder_open(&feeder, m->dev, &run->folder.train_data, m->B, m->T, (uint64_t)o->seed, true,
                 state->sequences + m->launch->rank * slice.run, slice);
     run->saved_at = run->folder.last_checkpoint[0] ? state->step : -1;
     bool due = false, useless = false;  // a checkpoint; the weights at the end
@@ -1202,10 +1158,7 @@ static void train(Run* run) {
     *timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
         if (o->profile && !profile_step(&run->dev, state->step - timer->first)) break;
-        const double begin = step_begin(run);
-        const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        const bool ok = train_step(m, &feeder, micro_batches, (float)run->step.lr, (float)o->clip, number);
-        step_end(run, &feeder, begin, micro_batches, ok);
+        run_step(run, &feeder, micro_batches);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
         const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
@@ -1217,7 +1170,7 @@ static void train(Run* run) {
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             run->saved_at = state->step;
         }
-        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, o, run->folder.tokenizer, &run->folder);
+        if (is_due(run, o->eval_every) && !stops(m)) evaluate(m, &run->folder);
         if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
@@ -1235,6 +1188,7 @@ static void train(Run* run) {
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
+    static RunFolder run;  // there is none, but for the tokenizer and the prompts
     Device dev;
     Model m = {};
     const char* folder = checkpoint_model(&o->model, true, m.error);
@@ -1244,24 +1198,22 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
-    if (!tokenizer) user_error("--model %s: %s", o->model, m.error);
+    run.options = o, run.tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
+    if (!run.tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);
     if (samples) {
-        Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, m.error), m.error);
-        if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
+        require(prompts_open(&run.prompts, o->sample, o->prompt_file, run.tokenizer, m.config.V, m.error), m.error);
+        if (!sample(&m, &run, stdout)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
         require_stdout();
-        prompts_close(&prompts);
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, tokenizer, m.config.V, o->eval_out, m.error), m.error);
-        evaluate(&m, o, tokenizer, nullptr);
+        require(evaluation_check(o->eval, run.tokenizer, m.config.V, o->eval_out, m.error), m.error);
+        evaluate(&m, &run);
     }
-    tokenizer_close(tokenizer);
+    run_folder_close(&run);
     model_free(&m);
     device_close(&dev);
     return 0;
@@ -1272,7 +1224,7 @@ static void open_device(Run* run) {
     const Options* o = run->options;
     Model* m = run->model;
     const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && m->launch->world == 1;
-    run->folder.quiet = m->launch->rank > 0;
+    run->folder.quiet = m->launch->rank > 0, run->folder.ranks = m->launch->world;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     if (o->memory > 0 && !plans) {
         user_error("--memory plans for one GPU that need not be here; type --dry-run, without --device cpu or --gpus");
@@ -1283,51 +1235,24 @@ static void open_device(Run* run) {
     m->arena.shard = shard_connect(&run->shard, m->launch, &run->dev, o->shard);
 }
 
-// Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
-static void folder_begin(Run* run) {
-    Options* o = run->options;
-    const Launch* launch = run->model->launch;
-    launch_any(launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
-    if (launch->rank == 0) {
-        require(run_folder_make(&run->folder, run->train_data.bytes), run->folder.error);
-    }
-    launch_broadcast(launch, run->folder.path, sizeof(run->folder.path));
-    launch_broadcast(launch, &o->sample_every, sizeof(o->sample_every));
-    Prompts* prompts = &run->folder.prompts;
-    for (int* number : {&prompts->count, &prompts->all}) launch_broadcast(launch, number, sizeof(*number));
-    prompts->length = (int*)memory_grow(prompts->length, prompts->count * sizeof(int));
-    prompts->tokens = (int*)memory_grow(prompts->tokens, prompts->all * sizeof(int));
-    launch_broadcast(launch, prompts->length, prompts->count * (int64_t)sizeof(int));
-    launch_broadcast(launch, prompts->tokens, prompts->all * (int64_t)sizeof(int));
-}
-
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
 static void begin(Run* run) {
     Model* m = run->model;
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    const char *model = run->options->model, *weights = run->folder.sources[FROM_MODEL];
+    const char* weights = run->folder.from_model;
     if (run->resume.state) {
         checkpoint_read(run, run->resume.state, run->resume.from);
-        snprintf(run->folder.last_checkpoint, sizeof(run->folder.last_checkpoint), "%s", run->resume.from);
-        run_say(&run->folder, " resume   %s, step %lld\n", run->resume.from, (long long)run->folder.state.step);
     } else if (*weights) {
         model_read(m, weights);
     } else {
-        if (file_exists(path_in(model, "model.safetensors"))) {
-            run_say(&run->folder,
-                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
-                    model, model);
-        }
         model_init(m, (uint64_t)run->options->seed);
     }
     signals_doing("this step");
-    resume_paths(run->options);
-    folder_begin(run);
-    run->folder.started = seconds_now();
-    run_log_config(&run->folder, run->dev.name, m->launch->world, m->parameters, run->val_data.bytes_per_token);
-    require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
+    launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
+    require(m->launch->rank > 0 || run_folder_make(&run->folder, run->dev.name), run->folder.error);
+    launch_broadcast(m->launch, run->folder.path, sizeof(run->folder.path));
 }
 
 static int train_main(Options* o, const Launch* launch) {
@@ -1336,15 +1261,10 @@ static int train_main(Options* o, const Launch* launch) {
     run.options = run.folder.options = run.resume.options = o, run.model = &model;
     model.launch = launch;
     resume(&run);
-    const char** sources = run.folder.sources;  // of weights: the checkpoint, or else --model DIR
-    sources[FROM_CHECKPOINT] = run.resume.from;
-    sources[FROM_MODEL] = run.resume.state ? "" : checkpoint_model(&o->model, false, model.error);
-    require(sources[FROM_MODEL] && resume_intent(o, *sources[FROM_MODEL], model.error), model.error);
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
-                      run.folder.error);
-    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
+    comm_require_same(launch, run_identity(&run.folder, run.resume.state), run.folder.error);
+    resume_state(&run.resume, &run.folder);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
@@ -1360,8 +1280,7 @@ static int train_main(Options* o, const Launch* launch) {
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
     const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined || launch->rank > 0 ||
-                run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
+    require(run.dev.imagined || run_folder_open(&run.folder, run.model->config.V, o->profile ? 0 : size),
             run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
@@ -1370,7 +1289,6 @@ static int train_main(Options* o, const Launch* launch) {
     if (!o->profile) run_say_next(&run.folder, stop);
     run_folder_close(&run.folder);
     json_free(run.resume.state);
-    dataset_close(&run.train_data), dataset_close(&run.val_data);
     model_free(&model);
     device_close(&run.dev);
     return stop ? 128 + stop : 0;

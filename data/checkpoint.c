@@ -51,10 +51,10 @@ static const struct {
              {"skipped_last", offsetof(RunState, skipped_last), false},
              {"parts_left", offsetof(RunState, parts_left), false},
              {"saturated", offsetof(RunState, saturated), false},
-             {"rise_step", offsetof(RunState, rise_step), false},
+             {"rise_step", offsetof(RunState, rise.step), false},
              {"best_val", offsetof(RunState, best_val), true},
              {"last_norm", offsetof(RunState, last_norm), true},
-             {"rise_lr", offsetof(RunState, rise_lr), true}};
+             {"rise_lr", offsetof(RunState, rise.lr), true}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
 RunState run_state_read(const Json* json, const RunState* otherwise) {

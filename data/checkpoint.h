@@ -4,7 +4,7 @@
 #pragma once
 #include "gpt2_config.h"
 #include "model_folder.h"
-#include "options.h"
+#include "schedule.h"
 C_LINKAGE_BEGIN
 
 enum { RUN_PATH_BYTES = 4096 };
@@ -26,8 +26,7 @@ typedef struct {
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
     int64_t tokens;                 // of those sequences; not stored
     int64_t best_step;              // of best_val, if this process found it; not stored
-    int64_t rise_step;              // of Schedule
-    double rise_lr;
+    RateRise rise;
     int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
     int64_t saturated;   // elements that were too large for their fp8 codes
 } RunState;

@@ -86,7 +86,8 @@ static bool is_path(const char* name) {
     return strchr(name, '/') || text_ends(name, ".eval");
 }
 
-const char* evaluation_path(const char* name, const Tokenizer* tokenizer) {
+// Returns the file that a name stands for (text_kept).
+static const char* evaluation_path(const char* name, const Tokenizer* tokenizer) {
     if (is_path(name)) return name;
     if (!tokenizer) return text_kept("data/eval/VOCABULARY/%s.eval", name);
     return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);

@@ -33,8 +33,6 @@ typedef struct {
 // Refuses a damaged file, and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns the file that a name stands for, which evaluation_open opens (text_kept).
-const char* evaluation_path(const char* name, const Tokenizer* tokenizer);
 // Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown) and for a model of V tokens, and
 // --eval-out ("": none) written.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error);

@@ -9,21 +9,21 @@ static const struct {
     const char* name;
     Gpt2Shape shape;
 } names[] = {
-    {"gpt2", {12, 768, 12, 1024, 0}},
-    {"gpt2-medium", {24, 1024, 16, 1024, 0}},
-    {"gpt2-large", {36, 1280, 20, 1024, 0}},
-    {"gpt2-xl", {48, 1600, 25, 1024, 0}},
-    {"nano", {4, 128, 2, 64, 0}},
-    {"d6", {6, 384, 6, 1024, 0}},
-    {"d12", {12, 768, 12, 1024, 0}},
-    {"d24", {24, 1024, 16, 1024, 0}},
-    {"d36", {36, 1280, 20, 1024, 0}},
-    {"d48", {48, 1600, 25, 1024, 0}},
-    {"d60", {60, 1920, 30, 1024, 0}},
-    {"d72", {72, 2880, 45, 1024, 0}},
-    {"d84", {84, 3456, 54, 1024, 0}},
-    {"d96", {96, 5120, 40, 1024, 0}},
-    {"d120", {120, 6400, 50, 1024, 0}},
+    {"gpt2", {12, 768, 12, 1024, 0, 0}},
+    {"gpt2-medium", {24, 1024, 16, 1024, 0, 0}},
+    {"gpt2-large", {36, 1280, 20, 1024, 0, 0}},
+    {"gpt2-xl", {48, 1600, 25, 1024, 0, 0}},
+    {"nano", {4, 128, 2, 64, 0, 0}},
+    {"d6", {6, 384, 6, 1024, 0, 0}},
+    {"d12", {12, 768, 12, 1024, 0, 0}},
+    {"d24", {24, 1024, 16, 1024, 0, 0}},
+    {"d36", {36, 1280, 20, 1024, 0, 0}},
+    {"d48", {48, 1600, 25, 1024, 0, 0}},
+    {"d60", {60, 1920, 30, 1024, 0, 0}},
+    {"d72", {72, 2880, 45, 1024, 0, 0}},
+    {"d84", {84, 3456, 54, 1024, 0, 0}},
+    {"d96", {96, 5120, 40, 1024, 0, 0}},
+    {"d120", {120, 6400, 50, 1024, 0, 0}},
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
@@ -57,7 +57,7 @@ static bool size_choose(double wanted, Gpt2Shape* shape) {
             const double off = fabs(log(size_of(layers, C) / wanted)), cost = 3 * off + fabs(log(layers / usual));
             if (off > 0.1 || cost >= min) continue;
             min = cost;
-            *shape = (Gpt2Shape){layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS, 0};
+            *shape = (Gpt2Shape){layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS, 0, 0};
         }
     }
     return min < INFINITY;
@@ -114,7 +114,7 @@ bool gpt2_unknown(const char* name, char* error) {
 // A member of config.json: a number that the shape takes, or a setting of which nibble supports transformers' default.
 typedef struct {
     const char *key, *wanted;  // wanted: its only value, as JSON; NULL: a whole number from 1 to `max`
-    int64_t usual, max, *number;
+    int usual, max, *number;
 } Member;
 
 // Takes or checks a member. An absent one means the default, and so does null, except for numbers.
@@ -128,9 +128,9 @@ static bool member_take(const Json* json, const Member* member, const char* fold
         good = good || strcmp(text, wanted) == 0 ||
                (found->kind == JSON_NUMBER && fabs(found->number - number) < 1e-6 * number);
     } else {
-        wanted = text_kept("whole numbers from 1 to %lld", (long long)member->max);
-        *member->number = found ? json_int(json, member->key, -1) : member->usual;
-        good = *member->number >= 1 && *member->number <= member->max;
+        const int64_t number = found ? json_int(json, member->key, -1) : member->usual;
+        wanted = text_kept("whole numbers from 1 to %d", member->max);
+        good = number >= 1 && number <= member->max, *member->number = (int)number;
     }
     return good ||
            data_error(
@@ -149,6 +149,7 @@ bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
                           "says \"model_type\": \"gpt2\"",
                           folder, type);
     }
+    *shape = (Gpt2Shape){0};
     const Member members[] = {
         {"activation_function", "\"gelu_new\"", 0, 0, NULL},
         {"layer_norm_epsilon", "1e-05", 0, 0, NULL},
@@ -160,11 +161,11 @@ bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
         {"add_cross_attention", "false", 0, 0, NULL},
         {"is_encoder_decoder", "false", 0, 0, NULL},
         {"quantization_config", "none", 0, 0, NULL},
-        {"n_layer", NULL, 12, GPT2_MAX_LAYERS, &shape->layers},
-        {"n_embd", NULL, 768, GPT2_MAX_CHANNELS, &shape->channels},
-        {"n_head", NULL, 12, 1024, &shape->heads},
-        {json_get(json, "n_positions") ? "n_positions" : "n_ctx", NULL, 1024, 65536, &shape->positions},
-        {"vocab_size", NULL, 50257, 1 << 20, &shape->vocabulary}};
+        {"n_layer", NULL, 12, GPT2_MAX_LAYERS, &shape->L},
+        {"n_embd", NULL, 768, GPT2_MAX_CHANNELS, &shape->C},
+        {"n_head", NULL, 12, 1024, &shape->NH},
+        {json_get(json, "n_positions") ? "n_positions" : "n_ctx", NULL, 1024, 65536, &shape->max_T},
+        {"vocab_size", NULL, 50257, 1 << 20, &shape->V}};
     for (size_t i = 0; i < sizeof(members) / sizeof(members[0]); i++) {
         if (!member_take(json, &members[i], folder, error)) return false;
     }
@@ -173,17 +174,18 @@ bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
 
 // Heads of 64 or 128 channels: what attention's kernels have.
 static bool check_heads(bool folder, const Gpt2Shape* shape, char* error) {
-    const long long channels = shape->channels, heads = shape->heads;
-    if (channels % heads == 0 && (channels / heads == 64 || channels / heads == 128)) return true;
-    const char* advice = folder               ? "name another --model"
-                         : channels % 64 == 0 ? text_kept("type --heads %lld", channels / 64)
-                                              : text_kept("type --channels %lld", (channels + 63) / 64 * 64);
-    return data_error(error, "%lld channels over %lld heads: a head has 64 or 128 channels; %s", channels, heads,
-                      advice);
+    const int C = shape->C, NH = shape->NH;
+    if (C % NH == 0 && (C / NH == 64 || C / NH == 128)) return true;
+    const char* advice = folder        ? "name another --model"
+                         : C % 64 == 0 ? text_kept("type --heads %d", C / 64)
+                                       : text_kept("type --channels %d", (C + 63) / 64 * 64);
+    return data_error(error, "%d channels over %d heads: a head has 64 or 128 channels; %s", C, NH, advice);
 }
 
-bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int vocabulary, bool bytes, Gpt2Shape* shape,
-                       char* error) {
+bool gpt2_shape_choose(Options* o, const char* folder, bool resumed, int vocabulary, bool bytes, bool gpu,
+                       Gpt2Shape* shape, char* error) {
+    if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
+    if (strcmp(o->model, "d6") == 0 && bytes && o->seq == OPTION_AUTO) o->seq = 256;
     const char* model = o->model;
     if (*folder) {
         if (!gpt2_config_read(folder, shape, error)) return false;
@@ -192,26 +194,28 @@ bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int v
         }
     } else {
         *shape = *gpt2_named(model);
-        shape->vocabulary = vocabulary;
-        if (o->layers >= 0) shape->layers = o->layers;
-        if (o->channels >= 0) shape->channels = o->channels;
-        if (o->channels >= 0) shape->heads = o->channels / 64 > 0 ? o->channels / 64 : 1;
-        if (o->heads >= 0) shape->heads = o->heads;
-        if (o->seq >= 0) shape->positions = o->seq;
+        shape->V = vocabulary;
+        if (o->layers >= 0) shape->L = (int)o->layers;
+        if (o->channels >= 0) shape->C = (int)o->channels, shape->NH = shape->C / 64 > 0 ? shape->C / 64 : 1;
+        if (o->heads >= 0) shape->NH = (int)o->heads;
+        if (o->seq >= 0) shape->max_T = (int)o->seq;
     }
-    if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
-        const char* how = shape->vocabulary == 256 ? "name the text itself by --data"
-                                                   : "name data of the model's own tokens by --data";
-        if (shape->vocabulary != 256 && tokenizer_exists(folder))
+    if (vocabulary > shape->V || (bytes && shape->V != 256)) {
+        const char* how =
+            shape->V == 256 ? "name the text itself by --data" : "name data of the model's own tokens by --data";
+        if (shape->V != 256 && tokenizer_exists(folder))
             how = text_kept("type .venv/bin/python data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                             shell_word(folder));
-        return data_error(error, "the data has a vocabulary of %d tokens and --model %s of %lld; %s", vocabulary, model,
-                          (long long)shape->vocabulary, how);
+        return data_error(error, "the data has a vocabulary of %d tokens and --model %s of %d; %s", vocabulary, model,
+                          shape->V, how);
     }
-    if (o->seq > shape->positions) {
-        return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",
-                          o->seq, (long long)shape->positions, (long long)shape->positions);
+    if (o->seq > shape->max_T) {
+        return data_error(error, "--seq %lld is longer than the model's %d positions; type --seq %d or less", o->seq,
+                          shape->max_T, shape->max_T);
     }
+    shape->Vp = (shape->V + 127) / 128 * 128;
+    if (o->seq == OPTION_AUTO) o->seq = shape->max_T;
+    o->layers = shape->L, o->channels = shape->C, o->heads = shape->NH;
     return check_heads(*folder, shape, error);
 }
 
@@ -238,11 +242,10 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     size_t length;
     FILE* file = text_stream(&text, &length);
     fprintf(file,
-            "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %lld,\n"
-            "  \"n_embd\": %lld,\n  \"n_head\": %lld,\n  \"n_positions\": %lld,\n  \"n_ctx\": %lld,\n"
-            "  \"vocab_size\": %lld,\n  \"activation_function\": \"gelu_new\",\n",
-            (long long)shape->layers, (long long)shape->channels, (long long)shape->heads, (long long)shape->positions,
-            (long long)shape->positions, (long long)shape->vocabulary);
+            "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %d,\n"
+            "  \"n_embd\": %d,\n  \"n_head\": %d,\n  \"n_positions\": %d,\n  \"n_ctx\": %d,\n"
+            "  \"vocab_size\": %d,\n  \"activation_function\": \"gelu_new\",\n",
+            shape->L, shape->C, shape->NH, shape->max_T, shape->max_T, shape->V);
     if (!loaded) {
         fputs(
             "  \"layer_norm_epsilon\": 1e-05,\n  \"initializer_range\": 0.02,\n  \"attn_pdrop\": 0.0,\n"
@@ -252,7 +255,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
          member = member->next) {
         if (text_among(member->key, replaced, ' ')) continue;
-        if (text_ends(member->key, "_token_id") && !is_token_id(member, shape->vocabulary)) continue;
+        if (text_ends(member->key, "_token_id") && !is_token_id(member, shape->V)) continue;
         fputs("  ", file);
         json_write_string(file, member->key);
         fputs(": ", file);
@@ -261,11 +264,11 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     }
     for (int i = 0; i < 3; i++) {
         const Json* kept = json_get(loaded, tokens[i]);
-        if (kept && is_token_id(kept, shape->vocabulary)) continue;
-        const bool there = i < 2 && end_token >= 0 && end_token < shape->vocabulary;
+        if (kept && is_token_id(kept, shape->V)) continue;
+        const bool there = i < 2 && end_token >= 0 && end_token < shape->V;
         if (there) fprintf(file, "  \"%s\": %d,\n", tokens[i], end_token);
         // Where a member is missing transformers takes GPT-2's own token, 50256.
-        if (!there && shape->vocabulary <= 50256) fprintf(file, "  \"%s\": null,\n", tokens[i]);
+        if (!there && shape->V <= 50256) fprintf(file, "  \"%s\": null,\n", tokens[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
     fclose(file);

@@ -5,7 +5,9 @@
 C_LINKAGE_BEGIN
 
 typedef struct {
-    int64_t layers, channels, heads, positions, vocabulary;
+    int L, C, NH;  // layers, channels, heads
+    int max_T;     // rows of the position embedding
+    int V, Vp;     // vocabulary; padded to a multiple of 128 if gpt2_shape_choose has set the shape, otherwise 0
 } Gpt2Shape;
 // The largest shape. layernorm_backward keeps so many channels in shared memory.
 enum { GPT2_MAX_LAYERS = 256, GPT2_MAX_CHANNELS = 12288 };
@@ -25,8 +27,8 @@ double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t 
 bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error);
 // Chooses the shape of --model, which is in `folder` or, if that is "", a name, for data of `vocabulary` tokens (0:
 // unknown), or bytes. Options for parts of the shape replace the name's. A folder's positions stay, and --seq must not
-// exceed them. `resumed`: the folder is a checkpoint.
-bool gpt2_shape_choose(const Options* options, const char* folder, bool resumed, int vocabulary, bool bytes,
+// exceed them. `resumed`: the folder is a checkpoint. Sets these options where they are `auto`.
+bool gpt2_shape_choose(Options* options, const char* folder, bool resumed, int vocabulary, bool bytes, bool gpu,
                        Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights have type `dtype` (transformers' name). It keeps members of `loaded`, the
 // config.json that the model came with, or NULL, that do not describe the shape. If `loaded` does not say otherwise,

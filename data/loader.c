@@ -232,33 +232,35 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }
 
+extern const char corpus_begin[], corpus_end[];  // this repository's own source text, linked in: the default data
+
 // Opens the training or the validation part.
-static bool open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
-    const bool val = part == DATASET_VALIDATION && *source->val;
-    const char* path = val ? source->val : source->data;
-    const DataFormat format = strcmp(source->format, "bytes") == 0 ? DATA_BYTES : DATA_AUTO;
+static bool open_part(Dataset* data, const Options* o, DatasetPart part, int T, char* error) {
+    const bool val = part == DATASET_VALIDATION && *o->val;
+    const char* path = val ? o->val : o->data;
+    const DataFormat format = strcmp(o->data_format, "bytes") == 0 ? DATA_BYTES : DATA_AUTO;
     if (!*path) {
-        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error);
+        return dataset_open_memory(data, corpus_begin, corpus_end - corpus_begin, part, o->val_fraction, T, error);
     }
     // A folder has its own parts; a file that --data or --val names beside the other is used whole.
-    if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
-    return dataset_open(data, path, format, part, source->val_fraction, T, error) ||
+    if ((val || (part == DATASET_TRAIN && *o->val)) && !folder_exists(path)) part = DATASET_WHOLE;
+    return dataset_open(data, path, format, part, o->val_fraction, T, error) ||
            data_error(error, "%s %s: %s", val ? "--val" : "--data", path, error);
 }
 
-bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, char* error) {
-    if (!open_source(train, source, DATASET_TRAIN, T, error)) return false;
-    if (!open_source(val, source, DATASET_VALIDATION, T, error)) return false;
+bool dataset_open_both(Dataset* train, Dataset* val, const Options* o, int T, char* error) {
+    if (!open_part(train, o, DATASET_TRAIN, T, error)) return false;
+    if (!open_part(val, o, DATASET_VALIDATION, T, error)) return false;
     if (val->bytes != train->bytes) {
-        return data_error(error, "--val %s is %s and --data %s; prepare both alike", source->val,
+        return data_error(error, "--val %s is %s and --data %s; prepare both alike", o->val,
                           val->bytes ? "read as bytes" : "tokens", train->bytes ? "is read as bytes" : "tokens");
     }
     return val->bytes || take_vocabulary(train, path_parent(val->file->path), error);
 }
 
-bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error) {
+bool dataset_look(const Options* o, int* vocabulary, bool* bytes, char* error) {
     Dataset data;
-    if (!open_source(&data, source, DATASET_TRAIN, 1, error)) return false;
+    if (!open_part(&data, o, DATASET_TRAIN, 1, error)) return false;
     *vocabulary = data.vocabulary, *bytes = data.bytes;
     dataset_close(&data);
     return true;

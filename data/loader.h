@@ -8,6 +8,7 @@
 // any number of GPUs and after a resume.
 #pragma once
 #include "files.h"
+#include "options.h"
 C_LINKAGE_BEGIN
 
 typedef struct {
@@ -39,17 +40,11 @@ bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPar
 // Does the same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
-// The data of a run: --data, --val, --data-format and --val-fraction. If `data` is "", it is the text in memory.
-typedef struct {
-    const char *data, *val, *format;
-    double val_fraction;
-    const char* text;
-    int64_t text_bytes;
-} DataSource;
-// Opens both parts, which must be of one kind and vocabulary. The error message names the option.
-bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, char* error);
+// Opens both parts of --data and --val, which must be of one kind and vocabulary. Without --data they are the built-in
+// text. The error message names the option.
+bool dataset_open_both(Dataset* train, Dataset* val, const Options* options, int T, char* error);
 // Finds, before the length of a window is known, whether the training data is bytes, and its vocabulary.
-bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
+bool dataset_look(const Options* options, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of all tokens, or, beyond 256 MiB, of 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);

@@ -36,16 +36,16 @@ int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocab
                   ModelTensor** tensors) {
     const int count = 2 + layers * MODEL_BLOCK_TENSORS + 2;
     ModelTensor* t = *tensors = memory_zero((size_t)count, sizeof(ModelTensor));
-    *t++ = (ModelTensor){text_copy("wte.weight"), padded, channels, vocabulary, false, -1, false, 1, ""};
-    *t++ = (ModelTensor){text_copy("wpe.weight"), positions, channels, positions, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"wte.weight", padded, channels, vocabulary, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"wpe.weight", positions, channels, positions, false, -1, false, 1, ""};
     for (int i = 0; i < layers * MODEL_BLOCK_TENSORS; i++) {
         const int l = i / MODEL_BLOCK_TENSORS, b = i % MODEL_BLOCK_TENSORS;
         const int64_t rows = BLOCK[b].rows ? BLOCK[b].rows * channels : 1, cols = BLOCK[b].cols * channels;
-        char* name = text_format("h.%d.%s", l, BLOCK[b].name);
+        const char* name = text_kept("h.%d.%s", l, BLOCK[b].name);
         *t++ = (ModelTensor){name, rows, cols, rows, BLOCK[b].transposed, l, BLOCK[b].residual, BLOCK[b].parts, ""};
     }
-    *t++ = (ModelTensor){text_copy("ln_f.weight"), 1, channels, 1, false, -1, false, 1, ""};
-    *t++ = (ModelTensor){text_copy("ln_f.bias"), 1, channels, 1, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"ln_f.weight", 1, channels, 1, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"ln_f.bias", 1, channels, 1, false, -1, false, 1, ""};
     return count;
 }
 

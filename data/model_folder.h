@@ -20,7 +20,7 @@ typedef struct {
 } ModelTensor;
 
 // Lists the tensors of a GPT-2 in *tensors: wte, wpe, MODEL_BLOCK_TENSORS for each layer, ln_f.weight, ln_f.bias.
-// Returns how many. The caller frees *tensors and the names. wte has `padded` rows, files have the vocabulary's.
+// Returns how many. The caller frees *tensors. wte has `padded` rows, files have the vocabulary's.
 enum { MODEL_BLOCK_TENSORS = 12 };
 int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocabulary, int64_t padded,
                   ModelTensor** tensors);

@@ -32,7 +32,8 @@ const Option OPTIONS[] = {
      "tokens of a step, a multiple of B x T; auto: 65k for some hundred million tokens of training, 524k for 10B, by "
      "their root; a micro-batch with bytes or on a CPU (data/README.md has this and the other formulas)"},
     {"steps", INT(steps), "auto", 0, 1e12, "N", "", "optimizer steps; auto: an epoch (built-in text: 400 or 1500)"},
-    {"preset", TEXT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
+    {"preset", TEXT(preset), "auto", 0, 0, "NAME", "optimizer",
+     "see --list-presets; auto: muon, but adamw32 with --rule, --weights, --m, --v or a folder as --model"},
     {"rule", TEXT(rule), "", 0, 0, "NAME", "", "update rule, instead of the preset's"},
     {"weights", TEXT(weights), "", 0, 0, "FORMAT", "", "storage of the weights: see --list-formats"},
     {"grads", TEXT(grads), "auto", 0, 0, "FORMAT", "", "fp32 or bf16; auto: bf16 where a step has one micro-batch"},

@@ -1,6 +1,7 @@
 #include "report.h"
-#include "sampling.h"
+#include <errno.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include "clock.h"
 #include "text.h"
@@ -20,8 +21,8 @@ static const char* text_duration(double seconds) {
     return text_kept("%lldh%02lldm", s / 3600, s / 60 % 60);
 }
 
-void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V) {
-    const Dataset* const parts[] = {train, val};
+void report_data(RunFolder* run, int V) {
+    const Dataset *train = &run->train_data, *val = &run->val_data, *const parts[] = {train, val};
     const int T = (int)run->options->seq;
     const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
     const char* read = text_count((double)(dataset_windows_of(val, T, run->options->val_tokens) * T));
@@ -40,12 +41,13 @@ void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V
     }
 }
 
-void report_batch(RunFolder* run, int64_t windows, int world) {
+void report_training(RunFolder* run, const char* optimizer) {
     const Options* o = run->options;
+    const int world = run->ranks;
     const long long tokens = o->tokens_per_step, batch = o->batch, seq = o->seq, steps = o->steps,
                     sequences = tokens / seq, micro = sequences / batch / world;
     const char* ranks = world > 1 ? text_kept("%d ranks x ", world) : "";
-    const double epochs = (double)steps * (double)sequences / (double)windows;
+    const double epochs = (double)steps * (double)sequences / (double)dataset_windows(&run->train_data, (int)seq);
     run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n", batch,
             seq, ranks, micro, micro == 1 ? "" : "es", tokens, steps, epochs);
     if (epochs >= 1000) {
@@ -54,10 +56,6 @@ void report_batch(RunFolder* run, int64_t windows, int world) {
                 "fewer --steps\n",
                 epochs);
     }
-}
-
-void report_optim(RunFolder* run, const char* optimizer) {
-    const Options* o = run->options;
     const bool constant = strcmp(o->schedule, "constant") == 0;
     run_say(run, " optim    %s\n", optimizer);
     if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
@@ -73,9 +71,9 @@ void report_optim(RunFolder* run, const char* optimizer) {
             rise > 0 ? text_kept(", momentum from 0.85 in %lld steps", rise) : "");
 }
 
-void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t parameters, int64_t available) {
+void report_memory(RunFolder* run, const MemoryPlan* memory, int64_t available) {
     const Options* o = run->options;
-    const bool several = world > 1, large = memory->total >= (1ll << 30);
+    const bool several = run->ranks > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
             several ? "of rank 0: " : "", (double)memory->weights * unit, (double)memory->states * unit,
@@ -84,12 +82,13 @@ void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t 
         run_say(run, "  driver%s %.2f", several ? " and exchange" : "", (double)memory->taken * unit);
     if (memory->host > 0) run_say(run, "  host %.2f", (double)memory->host * unit);
     // Bytes of a parameter while it trains, the room for decoded weights and the gradients included.
-    const double each = (double)(memory->weights + memory->states + memory->grads) / (double)parameters;
+    const double each = (double)(memory->weights + memory->states + memory->grads) / (double)run->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
             large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
 }
 
-const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
+const char* run_identity(RunFolder* run, const Json* checkpoint) {
+    Dataset *train = &run->train_data, *val = &run->val_data;
     char* text;
     size_t length;
     if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {
@@ -172,9 +171,9 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin) {
     state->step++;
     const double takes = step_timed(&step->timer, state->step, begin, now);
     step->seconds = now - begin;
-    step->first = state->step == step->timer.first + 1, step->last = state->step == steps;
+    const bool first = state->step == step->timer.first + 1, last = state->step == steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
-    step->eta = step->gpu && step->first && !step->last ? -1 : takes * (double)(steps - state->step);
+    step->eta = step->gpu && first && !last ? -1 : takes * (double)(steps - state->step);
     state->sequences += tokens / o->seq, state->tokens += tokens;
     state->skipped += step->skipped;
     if (step->saturated > 0) state->saturated += (int64_t)step->saturated;
@@ -188,12 +187,13 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin) {
     }
     if (!step_log(run, step)) return false;
     if (step->skipped) return step_skipped(run, step);
-    if (step->first || step->last || state->step % o->print_every == 0) step_say(run, step);
+    if (first || last || state->step % o->print_every == 0) step_say(run, step);
     return true;
 }
 
-bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds) {
+bool report_validation(RunFolder* run, double loss, double seconds) {
     RunState* state = &run->state;
+    const double bytes_per_token = run->val_data.bytes_per_token;
     static const char* const names[] = {"loss", "bpb"};
     const bool known = bytes_per_token > 0;
     if (isnan(loss)) loss = NAN;  // printed as nan, not -nan
@@ -228,9 +228,8 @@ bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin
     return true;
 }
 
-void report_sample(void* context, int index, const char* prompt, const char* text) {
-    RunFolder* run = context;
-    const int count = run->prompts.count * (int)run->options->samples;
+// Reports sample `index` of `count`. On failure the folder's `error` has a sentence.
+static void report_sample(RunFolder* run, int index, int count, const char* prompt, const char* text) {
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
     if (count > 1) run_say(run, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
     run_say(run, "%s%s\n", prompt, text);
@@ -243,11 +242,69 @@ void report_sample(void* context, int index, const char* prompt, const char* tex
     run_log_end(run);
 }
 
-bool report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds) {
-    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(result, seconds));
+static int samples_count(const Samples* samples) {
+    return samples->run->prompts.count * (int)samples->run->options->samples;
+}
+
+void samples_next(Samples* samples, int* tokens, int count, int end) {
+    const Tokenizer* tokenizer = samples->run->tokenizer;
+    const int stop = strcmp(samples->run->options->stop, "end") == 0 ? tokenizer_end(tokenizer) : -1;
+    for (int i = 0; i < count; i++) {
+        samples->drawn += tokens[i] >= 0 && samples->began > 0;
+        tokens[i] = tokens[i] == stop ? end : tokens[i];
+    }
+    if (samples->began == 0) samples->began = seconds_now();  // the first tokens wait for prompts and for compilers
+    samples->seconds = seconds_now() - samples->began;
+    const int token = tokens[0];
+    if (!samples->to || samples_count(samples) > 1 || (token < 0 && token != end)) return;
+    int bytes = 0;
+    const char* text = token >= 0 ? tokenizer_decode(tokenizer, token, &bytes) : "";
+    const char* prompt = samples->run->prompts.text[0];
+    if (samples->streamed++ == 0) text_print(samples->to, prompt, strlen(prompt));
+    const size_t old = samples->half_bytes, all = old + (size_t)bytes;
+    SCOPED char* piece = memory_take(all + 1);
+    memcpy(piece, samples->half, old), memcpy(piece + old, text, (size_t)bytes);
+    const size_t half = samples->half_bytes = text_print(samples->to, piece, all);
+    memcpy(samples->half, piece + all - half, half);
+    if (fflush(samples->to) != 0 && errno == EPIPE) exit(0);  // nobody reads on; other failures are reported at the end
+}
+
+void samples_done(void* context, int index, const int* tokens, int64_t used) {
+    const Samples* samples = context;
+    RunFolder* run = samples->run;
+    const int prompt = index / (int)run->options->samples, count = samples_count(samples);
+    const char* prompt_text = run->prompts.text[prompt];
+    SCOPED char* text;
+    size_t bytes;
+    FILE* memory = text_stream(&text, &bytes);
+    for (int64_t i = run->prompts.length[prompt]; i < used; i++) {
+        int length = 0;
+        const char* piece = tokenizer_decode(run->tokenizer, tokens[i], &length);
+        fwrite(piece, 1, (size_t)length, memory);
+    }
+    fclose(memory);
+    if (samples->to && count > 1) {
+        fprintf(samples->to, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
+        text_print(samples->to, prompt_text, strlen(prompt_text));
+        text_print(samples->to, text, bytes);
+    }
+    if (samples->to) fputc('\n', samples->to);
+    if (samples->to && index == count - 1 && samples->drawn > 0) {
+        fflush(samples->to);
+        fprintf(stderr, "train: drew %lld tokens in %.3f s, %.0f a second\n", (long long)samples->drawn,
+                samples->seconds, (double)samples->drawn / samples->seconds);
+    }
+    for (size_t i = 0; i < bytes; i++) text[i] = text[i] ? text[i] : '?';  // a model of bytes writes NULs too
+    if (!samples->to) report_sample(run, index, count, prompt_text, text);
+}
+
+bool report_evaluation(RunFolder* run, const EvaluationPass* pass, FILE* out, double seconds) {
+    const EvaluationResult result = evaluation_result(pass);
+    const char* step = *run->path ? text_kept("%6lld", (long long)run->state.step) : "  ";
+    run_say(run, "eval %s  %s\n", step, evaluation_describe(&result, seconds));
     FILE* log = run_log_begin(run, "eval");
-    if (log) evaluation_log(log, result);
-    return !log || run_log_end(run);
+    if (log) evaluation_log(log, &result);
+    return (!log || run_log_end(run)) && (!out || evaluation_write(out, pass, run->error));
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {

@@ -2,23 +2,19 @@
 // has written a sentence into the run folder's `error`, with which the run ends.
 #pragma once
 #include "evaluation.h"
-#include "loader.h"
 #include "run_folder.h"
-#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
-// much of its `windows` is trained by `world` ranks; the optimizer and the schedule; and the memory, of which
-// `available` bytes are free.
-void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V);
-void report_batch(RunFolder* run, int64_t windows, int world);
-void report_optim(RunFolder* run, const char* optimizer);
-void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
+// much of it is trained; the optimizer and the schedule; and the memory, of which `available` bytes are free.
+void report_data(RunFolder* run, int V);
+void report_training(RunFolder* run, const char* optimizer);
+void report_memory(RunFolder* run, const MemoryPlan* plan, int64_t available);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
 // `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
 // be read.
-const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val);
+const char* run_identity(RunFolder* run, const Json* checkpoint);
 
 // Times the steps after `from`. `from` moves after the first step and after the tenth, since early steps are slower.
 typedef struct {
@@ -36,7 +32,6 @@ typedef struct {
     StepTimer timer;
     // Set by report_step_done.
     double seconds, eta;  // of the step, and until the end; eta below 0: not known yet
-    bool first, last;     // the first step since the program started; the last one of the run
 } StepReport;
 // Records that a step that began at `begin` is done. Returns the average seconds from one step to the next.
 double step_timed(StepTimer* timer, int64_t step, double begin, double now);
@@ -45,13 +40,32 @@ double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 // or after ten in a row.
 bool report_step_done(RunFolder* run, StepReport* step, double begin);
 // Reports a validation, and keeps the best loss so far.
-bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds);
+bool report_validation(RunFolder* run, double loss, double seconds);
 // Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
-// report_sample is a SampleDone whose context is a RunFolder. On failure its `error` has a sentence.
-void report_sample(void* run, int index, const char* prompt, const char* text);
-bool report_evaluation(RunFolder* run, const EvaluationResult* result, double seconds);
+// Samples of a model: --samples of the first prompt, then of the second, and so on. Drawing tokens is the trainer's
+// part.
+typedef struct {
+    RunFolder* run;     // whose prompts go on
+    FILE* to;           // where samples are printed, a single one token by token; NULL: by the run, and in log.jsonl
+    const void* model;  // the caller's, who draws the tokens
+    // Zeros at first.
+    int64_t streamed;  // tokens of a single sample that are printed
+    int64_t drawn;     // tokens after the first ones, and the seconds that they took
+    double began, seconds;
+    char half[4];  // a character that the streamed tokens have begun
+    size_t half_bytes;
+} Samples;
+// Takes the next token of each of `count` samples; it ignores negative ones other than `end`. Replaces the end-of-text
+// token by `end` if samples stop at it, and prints the token of a single sample. Exits if the reader of `to` has gone.
+void samples_next(Samples* samples, int* tokens, int count, int end);
+// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, prompt included. After the last printed
+// sample, a line on stderr says how fast the tokens were drawn. On failure the run's `error` has a sentence.
+void samples_done(void* samples, int index, const int* tokens, int64_t used);
+// Reports an evaluation, outside of a run ("" as its path) on the terminal alone, and adds its scores to `out`, the
+// file of --eval-out or NULL.
+bool report_evaluation(RunFolder* run, const EvaluationPass* pass, FILE* out, double seconds);
 // Reports the end of a run of `steps` timed steps in `seconds`; `stopped`: by a signal. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 

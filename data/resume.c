@@ -16,10 +16,6 @@ static bool is_left(const Resume* resume, const Option* option) {
            strcmp(json_string(resume->saved, "preset", ""), resume->options->preset) != 0;
 }
 
-void resume_paths(Options* o) {
-    o->data = path_absolute(o->data), o->val = path_absolute(o->val);
-}
-
 // Returns a value as people write it: 0.0003, not 0.00030000000000000003.
 static const char* shown(const Option* option, const char* text) {
     if (option->type == OPTION_REAL && strcmp(text, "auto") != 0) return text_kept("%.9g", strtod(text, NULL));
@@ -156,56 +152,8 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     return is_resumable(resume, error) && goes_on_in_folder(resume, named_itself, error);
 }
 
-bool resume_take(Resume* resume, char* error) {
-    if (!resume->from[0]) return true;
-    if (!resume->state) resume->state = checkpoint_state(resume->from, error);
-    if (!resume->state) return false;
-    resume->saved = json_get(resume->state, "options");
-    return resume_options(resume, error);
-}
-
-static double saved_number(const Resume* resume, const char* name) {
-    return strtod(json_string(resume->saved, name, "0"), NULL);
-}
-
-// If the rate rises at the resume, as with more --steps, m and its :ef errors are in units of a smaller one.
-static void resume_rate(Resume* resume, RunState* state, Schedule* now) {
-    Schedule was = {.kind = json_string(resume->saved, "schedule", "cosine")};
-    was.lr = saved_number(resume, "lr"), was.final_lr = saved_number(resume, "final-lr");
-    was.steps = (int64_t)saved_number(resume, "steps"), was.warmup = (int64_t)saved_number(resume, "warmup");
-    was.decay_fraction = saved_number(resume, "decay-fraction");
-    was.rise_step = now->rise_step = state->rise_step, was.rise_lr = now->rise_lr = state->rise_lr;
-    const double before = learning_rate(&was, state->step), after = learning_rate(now, state->step);
-    if (!(after > 1.000001 * before) || now->warmup == 0) return;
-    now->rise_step = state->rise_step = state->step, now->rise_lr = state->rise_lr = before;
-    text_add(&resume->changed, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
-             resume->changed ? ";" : "", before, after, (long long)now->warmup);
-}
-
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule) {
-    RunState now = {.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
-    now.best_val = INFINITY, run->state = now;
-    if (!resume->state) return;
-    RunState* state = &run->state;
-    *state = run_state_read(resume->state, &now);
-    const char* next = resume->changed ? ";" : "";
-    if (state->data_tokens != now.data_tokens) {
-        text_add(&resume->changed, "%s the data: %lld tokens (were %lld), so they come in another order from here on",
-                 next, (long long)now.data_tokens, (long long)state->data_tokens);
-    } else if (state->data_crc != now.data_crc) {
-        text_add(&resume->changed, "%s the data: as many tokens as before, but other ones", next);
-    }
-    if (state->val_crc != now.val_crc) {
-        next = resume->changed ? ";" : "";
-        text_add(&resume->changed, "%s the validation data, so the best loss begins anew", next);
-        state->best_val = now.best_val;
-    }
-    state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
-    resume_rate(resume, state, schedule);
-    state->tokens = state->sequences * resume->options->seq;
-}
-
-bool resume_intent(const Options* o, bool folder, char* error) {
+// Refuses options that mean something else than training, but would train. folder: --model names a folder.
+static bool is_meant(const Options* o, bool folder, char* error) {
     if (option_given(o, "eval-out") && o->eval_every == 0) {
         return data_error(
             error, "--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
@@ -216,4 +164,56 @@ bool resume_intent(const Options* o, bool folder, char* error) {
                       "--%s would train on nibble's own source text; type --data PATH, or --model DIR and --sample "
                       "PROMPT ('' with --prompt-file) or --eval NAMES to try the model",
                       prompts ? "prompt-file" : text_kept("model %s", o->model));
+}
+
+bool resume_take(Resume* resume, RunFolder* run, char* error) {
+    run->from_checkpoint = resume->from, run->from_model = "";
+    if (!resume->from[0]) {
+        const char* folder = run->from_model = checkpoint_model(&resume->options->model, false, error);
+        return folder && is_meant(resume->options, *folder, error);
+    }
+    if (!resume->state) resume->state = checkpoint_state(resume->from, error);
+    if (!resume->state) return false;
+    resume->saved = json_get(resume->state, "options");
+    return resume_options(resume, error) && is_meant(resume->options, false, error);
+}
+
+// If the rate rises at the resume, as with more --steps, m and its :ef errors are in units of a smaller one.
+static void resume_rate(Resume* resume, RunState* state) {
+    char ignored[DATA_ERROR_BYTES];
+    const Options* now = resume->options;
+    Options was = *now;
+    const char* names = "schedule lr final-lr steps warmup decay-fraction";
+    for (const char* name; (name = text_word(&names, ' '));) {
+        option_set(option_find(name), &was, json_string(resume->saved, name, ""), ignored);
+    }
+    const double before = learning_rate(&was, &state->rise, state->step),
+                 after = learning_rate(now, &state->rise, state->step);
+    if (!(after > 1.000001 * before) || now->warmup == 0) return;
+    state->rise = (RateRise){state->step, before};
+    text_add(&resume->changed, "; the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps", before,
+             after, now->warmup);
+}
+
+void resume_state(Resume* resume, RunFolder* run) {
+    const Dataset* data = &run->train_data;
+    RunState now = {.data_tokens = data->tokens, .data_crc = data->crc, .val_crc = run->val_data.crc};
+    now.best_val = INFINITY, run->state = now;
+    if (!resume->state) return;
+    RunState* state = &run->state;
+    *state = run_state_read(resume->state, &now);
+    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", resume->from);
+    if (state->data_tokens != now.data_tokens) {
+        text_add(&resume->changed, "; the data: %lld tokens (were %lld), so they come in another order from here on",
+                 (long long)now.data_tokens, (long long)state->data_tokens);
+    } else if (state->data_crc != now.data_crc) {
+        text_add(&resume->changed, "; the data: as many tokens as before, but other ones");
+    }
+    if (state->val_crc != now.val_crc) {
+        text_add(&resume->changed, "; the validation data, so the best loss begins anew");
+        state->best_val = now.best_val;
+    }
+    state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
+    resume_rate(resume, state);
+    state->tokens = state->sequences * resume->options->seq;
 }

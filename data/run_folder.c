@@ -63,35 +63,61 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
 
 // Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
 static const char* weights_folder(const RunFolder* run) {
-    return *run->sources[FROM_CHECKPOINT] ? run->sources[FROM_CHECKPOINT] : run->sources[FROM_MODEL];
+    return *run->from_checkpoint ? run->from_checkpoint : run->from_model;
 }
 
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
 // resumed, the checkpoint's files replace those of the folder.
-static bool tokenizer_take(RunFolder* run, bool bytes) {
+static bool tokenizer_take(RunFolder* run) {
     char* error = run->error;
-    const char* const sources[2] = {weights_folder(run), run->sources[FROM_DATA]};
+    const char* const sources[2] = {weights_folder(run), run->train_data.tokenizer};
     for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->sources[FROM_CHECKPOINT], error)) {
+        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->from_checkpoint, error)) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
-    if (bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
+    const bool bytes = run->train_data.bytes && !tokenizer_exists(run->path);
+    if (bytes && !tokenizer_write_bytes(run->path, error)) return false;
     if (!*sources[0]) return true;
     run->config = json_read(path_in(sources[0], "config.json"), error);
     return run->config != NULL;
 }
 
-bool run_folder_make(RunFolder* run, bool bytes) {
+// Writes the first line: the program; where, when and how it was started; all options; sizes of the model and tokens.
+static void log_config(RunFolder* run, const char* device) {
+    char host[256] = "", date[32];
+    const time_t now = time(NULL);
+    struct tm utc;
+    gethostname(host, sizeof(host) - 1);
+    strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
+    FILE* log = run->log;
+    const char* const facts[][2] = {{"type", "config"},        {"version", NIBBLE_VERSION},
+                                    {"commit", NIBBLE_COMMIT}, {"build", NIBBLE_BUILD},
+                                    {"started", date},         {"host", host},
+                                    {"device", device},        {"command", run->options->command}};
+    for (int i = 0; i < 8; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
+    fputs(", \"options\": ", log);
+    options_json(run->options, run->options, true, log);
+    fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, run->ranks,
+            (long long)run->parameters);
+    const double bytes_per_token = run->val_data.bytes_per_token;
+    json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
+    fputs("}\n", log);
+    fflush(log);
+}
+
+bool run_folder_make(RunFolder* run, const char* device) {
     char* error = run->error;
-    const bool again = *run->sources[FROM_CHECKPOINT] || strcmp(run->options->resume, "auto") == 0;
+    const bool again = *run->from_checkpoint || strcmp(run->options->resume, "auto") == 0;
     const char** name = &run->options->run;
     if (!**name) {
         if (!folder_name(run, run->options->model, error)) return false;
         *name = text_copy(run->path);
     }
     snprintf(run->path, sizeof(run->path), "%s", *name);
+    // A run can be resumed from any folder.
+    run->options->data = path_absolute(run->options->data), run->options->val = path_absolute(run->options->val);
     if (!folder_make(run->path, error)) return data_error(error, "--run %s: %s; name another one", run->path, error);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // log.txt comes first: if it cannot be opened, there is no log.jsonl yet, which would make this a run's folder.
@@ -110,13 +136,19 @@ bool run_folder_make(RunFolder* run, bool bytes) {
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);
     run->text = text;
+    const bool resumes = *run->from_checkpoint;
+    if (resumes) run_say(run, " resume   %s, step %lld\n", run->last_checkpoint, (long long)run->state.step);
     run_say(run, " run      %s\n", run->path);
-    return tokenizer_take(run, bytes);
+    if (!tokenizer_take(run)) return false;
+    run->started = seconds_now();
+    log_config(run, device);
+    return !resumes || run_log(run, "resume", 0, NULL, NULL);
 }
 
 void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
-    fclose(run->text);
+    if (run->text) fclose(run->text);
+    dataset_close(&run->train_data), dataset_close(&run->val_data);
     json_free(run->config);
     tokenizer_close(run->tokenizer);
     prompts_close(&run->prompts);
@@ -178,7 +210,7 @@ bool run_folder_asks_save(RunFolder* run) {
 }
 
 FILE* run_log_begin(RunFolder* run, const char* type) {
-    if (run->quiet) return NULL;
+    if (!run->log) return NULL;
     fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
             (long long)run->state.step, (long long)run->state.tokens, seconds_now() - run->started);
     return run->log;
@@ -202,31 +234,10 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
     return !log || run_log_end(run);
 }
 
-void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
-    if (run->quiet) return;
-    char host[256] = "", date[32];
-    const time_t now = time(NULL);
-    struct tm utc;
-    gethostname(host, sizeof(host) - 1);
-    strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
-    FILE* log = run->log;
-    const char* const facts[][2] = {{"type", "config"},        {"version", NIBBLE_VERSION},
-                                    {"commit", NIBBLE_COMMIT}, {"build", NIBBLE_BUILD},
-                                    {"started", date},         {"host", host},
-                                    {"device", device},        {"command", run->options->command}};
-    for (int i = 0; i < 8; i++) json_write_text_member(log, i ? ", " : "{", facts[i][0], facts[i][1]);
-    fputs(", \"options\": ", log);
-    options_json(run->options, run->options, true, log);
-    fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
-            (long long)parameters);
-    json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
-    fputs("}\n", log);
-    fflush(log);
-}
-
 // Opens the tokenizer in `folder`, and prints why there are no samples if it does not fit.
-static void tokenizer_begin(RunFolder* run, bool bytes, const char* folder, int vocabulary) {
+static void tokenizer_begin(RunFolder* run, const char* folder, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
+    const bool bytes = run->train_data.bytes;
     const bool there = bytes || (*folder && tokenizer_exists(folder));
     Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : folder, reason) : NULL;
     run->tokenizer = opened;
@@ -239,11 +250,11 @@ static void tokenizer_begin(RunFolder* run, bool bytes, const char* folder, int 
     }
 }
 
-bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
+bool run_folder_open(RunFolder* run, int vocabulary, int64_t size) {
     const Options* o = run->options;
     const char* weights = weights_folder(run);
     char* error = run->error;
-    const bool resumes = *run->sources[FROM_CHECKPOINT], saves = size > 0 && strcmp(o->save, "none") != 0;
+    const bool resumes = *run->from_checkpoint, saves = size > 0 && !run->quiet && strcmp(o->save, "none") != 0;
     const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     const long long most = o->keep == OPTION_AUTO ? 3 : o->keep, count = most < all ? most + 1 : all;
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
@@ -251,14 +262,19 @@ bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
                           count > 1 ? "s" : "", most > 1 && all > 2 ? ", or type --keep 1" : "",
                           strcmp(o->save, "all") == 0 ? ", or type --save weights or none" : "");
     }
-    if (!tokenizers_agree(weights, run->sources[FROM_DATA])) {
+    if (!*weights && file_exists(path_in(o->model, "model.safetensors"))) {
+        run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                o->model, o->model);
+    }
+    if (!tokenizers_agree(weights, run->train_data.tokenizer)) {
         return data_error(error,
                           "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           o->data, weights, shell_word(weights));
     }
-    tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[FROM_DATA], vocabulary);
-    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, vocabulary, o->eval_out, error)) &&
+    tokenizer_begin(run, *weights && tokenizer_exists(weights) ? weights : run->train_data.tokenizer, vocabulary);
+    return (o->eval_every == 0 ||
+            evaluation_check(o->eval, run->tokenizer, vocabulary, run->quiet ? "" : o->eval_out, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);
 }

@@ -3,10 +3,9 @@
 // sentence into `error`.
 #pragma once
 #include "checkpoint.h"
+#include "loader.h"
 #include "sampling.h"
 C_LINKAGE_BEGIN
-
-typedef enum { FROM_CHECKPOINT, FROM_MODEL, FROM_DATA } FolderSource;
 
 typedef struct {
     char path[RUN_PATH_BYTES];  // "" until run_folder_make
@@ -19,7 +18,10 @@ typedef struct {
     FILE* log;                             // log.jsonl
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
     Options* options;
-    const char* sources[3];  // folders that may have a tokenizer, or ""; by FolderSource
+    const char *from_checkpoint, *from_model;  // folders of weights, or ""
+    Dataset train_data, val_data;
+    int ranks;
+    int64_t parameters;  // of the model
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
     Json* config;          // config.json of the model or checkpoint that the run began with, or NULL
@@ -34,14 +36,15 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // overwrite.
 bool run_folder_free(const char* folder, bool again, char* error);
 // Opens the tokenizer and the prompts before there is a folder, and checks the tasks of --eval, that data and weights
-// have the same tokenizer, and that the disk has room for the checkpoints, of `size` bytes each (0: none is written),
-// which exist at one time: up to --keep, and one that is being written. If the tokenizer does not fit a model of
-// `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0. One process calls it.
-bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size);
+// have the same tokenizer, and, if this process writes, that the disk has room for the checkpoints, of `size` bytes
+// each (0: none is written), which exist at one time: up to --keep, and one that is being written. If the tokenizer
+// does not fit a model of `vocabulary` tokens, a line says so and --sample-every becomes 0.
+bool run_folder_open(RunFolder* run, int vocabulary, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
-// config.json, log.txt, log.jsonl and copies of the tokenizer's files.
-bool run_folder_make(RunFolder* run, bool bytes);
-void run_folder_close(RunFolder* run);
+// config.json, log.txt, log.jsonl and copies of the tokenizer's files. The first line of log.jsonl has the program;
+// where, when and how it was started; all options; sizes of the model and tokens.
+bool run_folder_make(RunFolder* run, const char* device);
+void run_folder_close(RunFolder* run);  // and its data
 
 // Prints on the terminal and into log.txt, with text_disarm.
 __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* format, ...);
@@ -58,10 +61,8 @@ bool run_folder_asks_save(RunFolder* run);
 // Writes a line of log.jsonl: {"type": ..., "step": ..., "tokens": ..., "time_s": ..., NAME: value, ...}. Values that
 // are not finite are null, and "nonfinite" is then true. False if it cannot be written.
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values);
-// Writes the first line: the program; where, when and how it was started; all options; sizes of the model and tokens.
-void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
 // Begins a line of this type, to which the caller adds members, ", NAME: VALUE", and then calls run_log_end. NULL on
-// ranks that write nothing.
+// ranks that write nothing, and where there is no run.
 FILE* run_log_begin(RunFolder* run, const char* type);
 bool run_log_end(RunFolder* run);
 

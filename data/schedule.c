@@ -1,4 +1,5 @@
 #include "schedule.h"
+#include "gpt2_config.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,37 +37,25 @@ bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t
                o->batch, T, rows, (long long)(T / unit > 0 ? T / unit * unit : unit));
 }
 
-bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
-    const double decay = strcmp(s->kind, "wsd") == 0 ? (double)s->steps * s->decay_fraction : 0;
-    const long long flat = (long long)((double)s->steps - decay);  // steps before the rate falls
-    if (s->warmup > flat && !warmup_typed) s->warmup = flat;       // as in a resumed run that was made shorter
-    if ((float)s->lr == 0 && s->steps > 0) {
-        return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", s->lr);
-    }
-    return s->warmup <= flat || s->steps == 0 ||
-           data_error(error, "--warmup %lld is more than the %lld steps that are left for it; type --warmup %lld",
-                      (long long)s->warmup, flat, flat);
-}
-
-static double usual_rate(const Schedule* s, int64_t step) {
-    if (step < s->warmup) return s->lr * (double)(step + 1) / (double)s->warmup;
-    if (strcmp(s->kind, "constant") == 0) return s->lr;
-    const double end = s->lr * s->final_lr, last = (double)(s->steps - 1);
-    const bool wsd = strcmp(s->kind, "wsd") == 0;
+static double usual_rate(const Options* o, int64_t step) {
+    if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
+    if (strcmp(o->schedule, "constant") == 0) return o->lr;
+    const double end = o->lr * o->final_lr, last = (double)(o->steps - 1);
+    const bool wsd = strcmp(o->schedule, "wsd") == 0;
     // The rate falls from here, which may lie between two steps with wsd, to the last step.
-    const double begin = wsd ? last - last * s->decay_fraction : (double)s->warmup;
+    const double begin = wsd ? last - last * o->decay_fraction : (double)o->warmup;
     double done = last > begin ? ((double)step - begin) / (last - begin) : last > 0;
     done = done < 0 ? 0 : done > 1 ? 1 : done;
-    if (wsd) return end + (s->lr - end) * (1.0 - sqrt(done));
-    if (strcmp(s->kind, "linear") == 0) return s->lr + (end - s->lr) * done;
-    return end + (s->lr - end) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+    if (wsd) return end + (o->lr - end) * (1.0 - sqrt(done));
+    if (strcmp(o->schedule, "linear") == 0) return o->lr + (end - o->lr) * done;
+    return end + (o->lr - end) * 0.5 * (1.0 + cos(3.14159265358979 * done));
 }
 
-double learning_rate(const Schedule* s, int64_t step) {
-    const int64_t half = (s->steps - s->rise_step) / 2, length = s->warmup < half ? s->warmup : half;
-    const double rate = usual_rate(s, step), since = (double)(step - s->rise_step);
-    if (s->rise_step == 0 || since < 0 || since >= (double)length || rate <= s->rise_lr) return rate;
-    return s->rise_lr + (rate - s->rise_lr) * (since + 1) / (double)length;
+double learning_rate(const Options* o, const RateRise* rise, int64_t step) {
+    const int64_t half = (o->steps - rise->step) / 2, length = o->warmup < half ? o->warmup : half;
+    const double rate = usual_rate(o, step), since = (double)(step - rise->step);
+    if (rise->step == 0 || since < 0 || since >= (double)length || rate <= rise->lr) return rate;
+    return rise->lr + (rate - rise->lr) * (since + 1) / (double)length;
 }
 
 static double least(double a, double b) {
@@ -96,6 +85,12 @@ long long default_tokens_per_step(const Options* o, int64_t epoch) {
     return o->seq * (long long)exp2(round(log2(sequences > 1 ? sequences : 1)));
 }
 
+const char* default_preset(const Options* o) {
+    const bool typed =
+        option_given(o, "rule") || option_given(o, "weights") || option_given(o, "m") || option_given(o, "v");
+    return strcmp(o->preset, "auto") != 0 ? o->preset : typed || !gpt2_named(o->model) ? "adamw32" : "muon";
+}
+
 static bool is_muon(const Options* o) {
     return text_among(o->rule, "muon|normuon", '|');
 }
@@ -120,7 +115,20 @@ static double usual_beta3(const char* rule, double beta2, double steps) {
     return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / steps) : 0.9;
 }
 
-void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t windows) {
+// Ends the warm-up where the run ends, and before wsd's decay; refuses a typed one that is longer, and a rate of 0.
+static bool schedule_fits(Options* o, char* error) {
+    const double decay = strcmp(o->schedule, "wsd") == 0 ? (double)o->steps * o->decay_fraction : 0;
+    const long long flat = (long long)((double)o->steps - decay);          // steps before the rate falls
+    if (o->warmup > flat && !option_given(o, "warmup")) o->warmup = flat;  // as in a resumed run that was made shorter
+    if ((float)o->lr == 0 && o->steps > 0) {
+        return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", o->lr);
+    }
+    return o->warmup <= flat || o->steps == 0 ||
+           data_error(error, "--warmup %lld is more than the %lld steps that are left for it; type --warmup %lld",
+                      o->warmup, flat, flat);
+}
+
+bool defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t windows, char* error) {
     if (o->steps == OPTION_AUTO && !*o->data) o->steps = gpu ? 400 : 1500;
     if (o->steps == OPTION_AUTO) o->steps = (long long)fmax(1, windows / (o->tokens_per_step / o->seq));
     if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
@@ -150,4 +158,5 @@ void defaults_choose(Options* o, double rate, bool trained, bool gpu, int64_t wi
         o->of_rule.beta2 = 1 - (adam && default_v_falls(o) ? least(two_digits(1 - exp2(-B / half)), 0.05) : 0.05);
     }
     if (o->of_rule.beta3 == OPTION_AUTO) o->of_rule.beta3 = usual_beta3(o->rule, o->of_rule.beta2, N);
+    return schedule_fits(o, error);
 }

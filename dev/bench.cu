@@ -304,6 +304,7 @@ static const struct {
 static void bench_options(Options* o, int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
     options_defaults(o);
+    o->preset = "adamw32";  // which the tables of speeds have
     require(options_parse(o, argc, argv, error) && gpt2_take_size(o, error), error);
 }
 

@@ -69,7 +69,7 @@ static OptimConfig combination(const char* text) {
     if (count == 4) o.rule = part[0];
     if (count >= 3) o.weights = part[count - 3], o.m = part[count - 2], o.v = part[count - 1];
     if (count == 2) user_error("'%s': type PRESET, WEIGHTS,M,V or RULE,WEIGHTS,M,V", text);
-    optim_config_from(&o, &config, error);
+    require(optim_config_from(&o, &config, error), error);
     return config;
 }
 
@@ -162,7 +162,7 @@ static Size size_of(const char* name) {
     }
     bool large = strcmp(name, "1558m") == 0;
     if (!large && strcmp(name, "124m") != 0) user_error("--sizes %s: type 1g, 1558m or 124m", name);
-    m->config = large ? Config{48, 1600, 25, 1024, 50257, 50304} : Config{12, 768, 12, 1024, 50257, 50304};
+    m->config = large ? Gpt2Shape{48, 1600, 25, 1024, 50257, 50304} : Gpt2Shape{12, 768, 12, 1024, 50257, 50304};
     config_tensors(m);
     return size;
 }

@@ -70,6 +70,7 @@ class Run:
         command = (f"{options.trainer} --data {folder}/tokens.bin --val {folder}/tokens.bin --model {model} --batch {batch} "
                    f"--seq {options.seq} --tokens-per-step {self.tokens} --steps 1000000 --warmup 2 --val-every 0 "
                    f"--sample-every 0 --save none --run {self.run} --gpus {len(gpus)} --shard {shard}").split()
+        command += [] if "--preset" in options.more else ["--preset", "adamw32"]  # which the tables have
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus))
         self.output = open(f"{self.run}.txt", "w+")
         self.child = subprocess.Popen(command + options.more, stdout=self.output, stderr=subprocess.STDOUT, env=environment)

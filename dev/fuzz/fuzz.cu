@@ -116,8 +116,7 @@ static void fuzz_config(FuzzInput input) {
     Gpt2Shape shape, again;
     put("config.json", input);
     if (!gpt2_config_read(folder, &shape, error)) return demand_sentence(error);
-    demand(shape.layers >= 1 && shape.layers <= GPT2_MAX_LAYERS && shape.heads >= 1 &&
-           shape.channels <= GPT2_MAX_CHANNELS);
+    demand(shape.L >= 1 && shape.L <= GPT2_MAX_LAYERS && shape.NH >= 1 && shape.C <= GPT2_MAX_CHANNELS);
     Json* loaded = json_parse(input.bytes, (int64_t)input.count, "input", error);
     demand(gpt2_config_write(path_of("config.json"), &shape, "float32", loaded, 5, error));
     demand(gpt2_config_read(folder, &again, error) && memcmp(&shape, &again, sizeof(shape)) == 0);

@@ -84,17 +84,17 @@ TEST(cli_room) {
     Options options;
     options_defaults(&options);
     static RunFolder run;
-    run.options = &options, run.sources[0] = run.sources[1] = run.sources[2] = "";
-    options.run = work_folder(), options.steps = 3000;
-    expect(!run_folder_open(&run, true, 256, huge) && strstr(run.error, "for 3 checkpoints; free some") &&
+    run.options = &options, run.from_checkpoint = run.from_model = run.train_data.tokenizer = "";
+    options.run = work_folder(), options.steps = 3000, run.train_data.bytes = true;
+    expect(!run_folder_open(&run, 256, huge) && strstr(run.error, "for 3 checkpoints; free some") &&
                strstr(run.error, "or type --keep 1, or type --save weights or none") &&
                strstr(run.error, " GiB are free"),
            "%s", run.error);
     options.keep = 1, options.save = "weights";
-    expect(!run_folder_open(&run, true, 256, huge) && !strstr(run.error, "--keep") && !strstr(run.error, "--save"),
-           "%s", run.error);
+    expect(!run_folder_open(&run, 256, huge) && !strstr(run.error, "--keep") && !strstr(run.error, "--save"), "%s",
+           run.error);
     options.save = "none";
-    expect(run_folder_open(&run, true, 256, huge), "--save none needs room: %s", run.error);
+    expect(run_folder_open(&run, 256, huge), "--save none needs room: %s", run.error);
     options.save = "all", options.run = "/proc/x";
-    expect(run_folder_open(&run, true, 256, huge), "where there is no disk: %s", run.error);
+    expect(run_folder_open(&run, 256, huge), "where there is no disk: %s", run.error);
 }

@@ -181,18 +181,15 @@ TEST(folders_sizes) {
         {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
     for (const auto& [size, layers, channels, heads] : known) {
         const Gpt2Shape* got = gpt2_named(size);
-        expect(
-            got && got->layers == layers && got->channels == channels && got->heads == heads && got->positions == 1024,
-            "%s: %d layers, %d channels, %d heads", size, got ? (int)got->layers : 0, got ? (int)got->channels : 0,
-            got ? (int)got->heads : 0);
+        expect(got && got->L == layers && got->C == channels && got->NH == heads && got->max_T == 1024,
+               "%s: %d layers, %d channels, %d heads", size, got ? got->L : 0, got ? got->C : 0, got ? got->NH : 0);
     }
     for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
         const char* text = formatted("%.4fM", wanted / 1e6);
         const Gpt2Shape* got = gpt2_named(text);
         expect(got && gpt2_size_check(text, error), "%s: none", text);
         if (!got) continue;
-        const double C = got->channels, size = 12 * (double)got->layers * C * C + 51281 * C,
-                     head = C / (double)got->heads;
+        const double C = got->C, size = 12 * got->L * C * C + 51281 * C, head = C / got->NH;
         expect(fabs(size / wanted - 1) < 0.1 && head == (C < 2048 ? 64 : 128), "%s: %g parameters, heads of %g", text,
                size, head);
     }

@@ -278,23 +278,24 @@ DATA_TEST(data_loader_vocabularies) {
         put_shard(joined(of[i], "val_0.bin"), 0, 1001, [](int64_t n) { return n % 20 == 0 ? 2 : n < 500; });
     }
     Dataset train, val;
-    DataSource source = {of[0], "", "auto", 0.1, "", 0};
+    Options o = {};
+    o.data = of[0], o.val = "", o.data_format = "auto", o.val_fraction = 0.1;
     // Targets 1 to 500 and 1 to 1000: of 20 tokens 19 have a text, of three bytes and then of one.
     for (const auto& [tokens, bytes] : {std::tuple(500, 475 * 3), std::tuple(1000, 475 * 3 + 475)}) {
-        expect(dataset_open_both(&train, &val, &source, T, error) && dataset_count_bytes(&val, T, tokens, error), "%s",
+        expect(dataset_open_both(&train, &val, &o, T, error) && dataset_count_bytes(&val, T, tokens, error), "%s",
                error);
         expect(val.bytes_per_token == (double)bytes / tokens, "%d tokens: %g bytes each", tokens, val.bytes_per_token);
         expect(val.vocabulary == 3 && strcmp(val.tokenizer, of[0]) == 0, "%d tokens", val.vocabulary);
     }
     for (int i = 1; i < 3; i++) {
-        source = {of[0], of[i], "auto", 0.1, "", 0};
-        expect_refused(dataset_open_both(&train, &val, &source, T, error), error, "has another vocabulary (of");
-        source = {joined(folder, formatted("f[0%d]/train_*.bin", i)), "", "auto", 0.1, "", 0};
-        expect_refused(dataset_open_both(&train, &val, &source, T, error), error, "prepare both with one --tokenizer");
+        o.data = of[0], o.val = of[i];
+        expect_refused(dataset_open_both(&train, &val, &o, T, error), error, "has another vocabulary (of");
+        o.data = joined(folder, formatted("f[0%d]/train_*.bin", i)), o.val = "";
+        expect_refused(dataset_open_both(&train, &val, &o, T, error), error, "prepare both with one --tokenizer");
     }
     put_text(joined(of[1], "vocab.json"), names[0]);
-    source = {joined(folder, "f[01]/train_*.bin"), of[1], "auto", 0.1, "", 0};
-    expect(dataset_open_both(&train, &val, &source, T, error), "%s", error);
+    o.data = joined(folder, "f[01]/train_*.bin"), o.val = of[1];
+    expect(dataset_open_both(&train, &val, &o, T, error), "%s", error);
     unlink(joined(of[0], "meta.json")), unlink(joined(of[0], "vocab.json"));
     const Dataset plain = open_data(test, joined(of[0], "*.bin"), T);
     expect(plain.vocabulary == 50257 && plain.bytes_per_token == 0 && !*plain.tokenizer, "without meta.json");

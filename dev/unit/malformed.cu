@@ -47,7 +47,7 @@ static bool opens_config(const char* folder) {
     const char *member = contents(folder, "config.json"),
                *whole = "{\"model_type\": \"gpt2\", \"n_embd\": 64, \"n_layer\": 2, %s}";
     put_text(joined(folder, "config.json"), replaced(whole, "%s", member));
-    return gpt2_config_read(folder, &shape, error) && shape.layers == 2 && shape.channels == 64 && shape.heads == 12;
+    return gpt2_config_read(folder, &shape, error) && shape.L == 2 && shape.C == 64 && shape.NH == 12;
 }
 
 TEST(data_malformed) {

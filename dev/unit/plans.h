@@ -74,7 +74,7 @@ TEST(memory_plan_files) {
 
 TEST(memory_plan) {
     // Rows enough for the smallest of the buffers to show; nothing touches the memory.
-    const Config config = {3, 128, 2, 64, 300, 384};
+    const Gpt2Shape config = {3, 128, 2, 64, 300, 384};
     const Setup setups[] = {
         {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
         {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},

@@ -15,7 +15,7 @@ TEST(rules_usual_beta3) {
         Options o;
         options_defaults(&o);
         o.rule = rule, o.steps = steps, o.tokens_per_step = 1, o.of_rule.beta2 = beta2;
-        defaults_choose(&o, 1, false, true, 0);
+        defaults_choose(&o, 1, false, true, 0, error);
         expect(fabs(o.of_rule.beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, o.steps, o.of_rule.beta3);
     }
     // ademamix's rises to it from any beta1.

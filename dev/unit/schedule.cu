@@ -4,6 +4,12 @@
 #include "../../optim/optim.h"
 #include "test.h"
 
+static double rate_of(const Options& schedule, int64_t step, RateRise rise = {}) {
+    Options o = schedule;
+    o.lr = 2.0, o.final_lr = 0.1, o.decay_fraction = 0.2;
+    return learning_rate(&o, &rise, step);
+}
+
 TEST(learning_rate) {
     const double eps = 1e-12;
     struct {
@@ -14,30 +20,30 @@ TEST(learning_rate) {
                      {"constant", 2.0, 2.0, 2.0},
                      {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
     for (const auto& s : schedules) {
-        Schedule o = {s.name, 2.0, 0.1, 0.2, 111, 10, 0, 0};
+        Options o = {};
+        o.schedule = s.name, o.steps = 111, o.warmup = 10;
         for (int step = 0; step < 10; step++) {
-            expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
+            expect(fabs(rate_of(o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
         }
-        expect(fabs(learning_rate(&o, 10) - 2.0) < eps, "%s begins at %g", s.name, learning_rate(&o, 10));
-        expect(fabs(learning_rate(&o, 60) - s.middle) < eps, "%s: %g at 60", s.name, learning_rate(&o, 60));
-        expect(fabs(learning_rate(&o, 99) - s.late) < eps, "%s: %g at 99", s.name, learning_rate(&o, 99));
+        expect(fabs(rate_of(o, 10) - 2.0) < eps, "%s begins at %g", s.name, rate_of(o, 10));
+        expect(fabs(rate_of(o, 60) - s.middle) < eps, "%s: %g at 60", s.name, rate_of(o, 60));
+        expect(fabs(rate_of(o, 99) - s.late) < eps, "%s: %g at 99", s.name, rate_of(o, 99));
         for (int step = 10; step < 110; step++) {
-            double now = learning_rate(&o, step), next = learning_rate(&o, step + 1);
+            double now = rate_of(o, step), next = rate_of(o, step + 1);
             expect(next <= now + eps && next >= s.last - eps, "%s rises at %d", s.name, step);
         }
         // The last step of a run of any length has the last rate; a single step has the peak.
         for (int steps : {2, 4, 20, 61, 111}) {
             o.steps = steps, o.warmup = steps / 2;
-            const double last = learning_rate(&o, steps - 1);
+            const double last = rate_of(o, steps - 1);
             expect(fabs(last - s.last) < eps, "%s: %d steps end at %g", s.name, steps, last);
         }
         o.steps = 110, o.warmup = 0;
-        expect(learning_rate(&o, 0) == 2.0, "%s without warm-up begins at %g", s.name, learning_rate(&o, 0));
+        expect(rate_of(o, 0) == 2.0, "%s without warm-up begins at %g", s.name, rate_of(o, 0));
         o.warmup = o.steps;
-        expect(fabs(learning_rate(&o, 109) - 2.0) < eps, "%s: warm-up of all steps ends at %g", s.name,
-               learning_rate(&o, 109));
+        expect(fabs(rate_of(o, 109) - 2.0) < eps, "%s: warm-up of all steps ends at %g", s.name, rate_of(o, 109));
         o.steps = 1, o.warmup = 0;
-        expect(learning_rate(&o, 0) == 2.0, "%s: a single step has %g", s.name, learning_rate(&o, 0));
+        expect(rate_of(o, 0) == 2.0, "%s: a single step has %g", s.name, rate_of(o, 0));
     }
 }
 
@@ -45,14 +51,13 @@ TEST(learning_rate) {
 // half of those that are left.
 TEST(learning_rate_rises) {
     for (int warmup : {8, 40}) {
-        const Schedule usual = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 0, 0},
-                       resumed = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 50, 0.1};
+        Options o = {};
+        o.schedule = "cosine", o.steps = 100, o.warmup = warmup;
         const int length = warmup < 25 ? warmup : 25;
         for (int step = 0; step < 100; step++) {
-            const double rate = learning_rate(&usual, step), share = (step - 49.0) / length;
+            const double rate = rate_of(o, step), share = (step - 49.0) / length;
             const double want = step < 50 || share >= 1 ? rate : 0.1 + (rate - 0.1) * share;
-            expect(fabs(learning_rate(&resumed, step) - want) < 1e-12, "step %d: %g", step,
-                   learning_rate(&resumed, step));
+            expect(fabs(rate_of(o, step, {50, 0.1}) - want) < 1e-12, "step %d: %g", step, rate_of(o, step, {50, 0.1}));
         }
     }
 }
@@ -79,7 +84,7 @@ TEST(learning_rate_auto) {
                                        : steps == 2746 ? 65536
                                                        : 524288),
                "%lld", run.tokens_per_step);
-        defaults_choose(&run, rate, false, true, 0);
+        defaults_choose(&run, rate, false, true, 0, error);
         const long long rise = strcmp(rule, "muon") == 0 ? std::min(steps / 4, 300ll) : 0;
         expect(run.of_rule.momentum_warmup == rise, "%s, %lld steps: %lld", rule, steps, run.of_rule.momentum_warmup);
         expect(run.lr == lr && run.warmup == warmup && run.of_rule.weight_decay == decay &&
@@ -95,12 +100,11 @@ TEST(learning_rate_auto) {
     for (const auto& [steps, warmup] : warmups) {
         Options run = o;
         run.steps = steps, run.tokens_per_step = 65536;
-        defaults_choose(&run, 1, false, true, 0);
+        defaults_choose(&run, 1, false, true, 0, error);
         expect(run.warmup == warmup, "%lld steps: warm-up %lld", steps, run.warmup);
     }
-    Schedule wsd = {"wsd", 1, 0, 0.8, 100, 60, 0, 0};
-    expect(schedule_choose(&wsd, false, error) && wsd.warmup == 20, "wsd's decay begins after the warm-up, %lld steps",
-           (long long)wsd.warmup);
+    o.schedule = "wsd", o.decay_fraction = 0.8, o.steps = 100, o.warmup = 60, o.tokens_per_step = 65536;
+    expect(defaults_choose(&o, 1, false, true, 0, error) && o.warmup == 20, "wsd's decay begins after %lld", o.warmup);
 }
 
 // The first step is left out, then the first ten. What lies between two steps counts as time left to wait, not as the

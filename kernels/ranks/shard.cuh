@@ -176,13 +176,12 @@ struct ShardReduce {
     }
 };
 
-// Writes this rank's flags. With bad data the loss is NaN, so that the step changes nothing.
+// Writes this rank's flags.
 struct ShardFlags {
     float *scalars, stop, save, bad;
 
     __host__ __device__ void at(int64_t) const {
         scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
-        if (bad > 0.0f) scalars[SCALAR_LOSS] = NAN;
     }
 };
 
