@@ -26,10 +26,10 @@
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/options.h"           // Options: what a run was asked for, and the table of all options
-#include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
-#include "data/resume.h"            // Resume: options of a checkpoint and typed ones
+#include "data/report.h"            // report_step_done, Samples, ...: lines of the terminal and of log.jsonl
+#include "data/resume.h"            // resume_find, ...: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
-#include "data/sampling.h"          // Prompts, and samples as text
+#include "data/sampling.h"          // Prompts: texts as tokens
 #include "data/schedule.h"          // learning_rate, defaults_choose: what `auto` means
 #include "data/signals.h"           // signal_stop, signal_save
 #include "data/tokenizer.h"         // Tokenizer: text <-> tokens
@@ -579,8 +579,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
-        int64_t left = windows - done - before;
-        int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
+        const int B = (int)std::clamp<int64_t>(windows - done - before, 0, m->B);  // of the last batch only the first
         int buckets = feeder_next(&feeder, &m->input);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
         micro_batch(m, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
@@ -593,7 +592,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     return stops(m) ? NAN : (float)sum;
 }
 
-// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/sampling.h and data/evaluation.h.
+// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/report.h and data/evaluation.h.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
@@ -637,14 +636,16 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 
 // Scores one task of --eval and reports its figures. Ranks take batches in turn, as many each, and add their scores;
 // all call it. Returns false, and reports nothing, if a signal stops them.
-static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
+static bool evaluate_task(Model* m, const char* name, RunFolder* run, FILE* out) {
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const double began = seconds_now();
     double told = began;
+    Evaluation task;
     EvaluationPass pass;
-    require(evaluation_begin(&pass, task, m->T, tokens, m->error), m->error);
+    require(evaluation_open(&task, name, run->tokenizer, m->error), m->error);
+    require(evaluation_begin(&pass, &task, m->T, tokens, m->error), m->error);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
         const int own = i + rank, last = pass.batches - 1;
@@ -652,13 +653,14 @@ static bool evaluate_task(Model* m, const Evaluation* task, RunFolder* run, FILE
         if (own <= last) evaluation_take(&pass);
         stopped = asks_to_stop(m);
         if (rank > 0 || seconds_now() < told + 5) continue;
-        fprintf(stderr, "eval     %s  %d of %d batches\n", task->name, i + world, pass.batches);
+        fprintf(stderr, "eval     %s  %d of %d batches\n", task.name, i + world, pass.batches);
         told = seconds_now();
     }
-    launch_all_reduce(m->launch, &pass.scores->sum, 2 * task->rows, LAUNCH_SUM);
+    launch_all_reduce(m->launch, &pass.scores->sum, 2 * task.rows, LAUNCH_SUM);
     const bool reports = rank == 0 && !stopped;
     require(!reports || report_evaluation(run, &pass, out, seconds_now() - began), run->error);
     evaluation_end(&pass);
+    evaluation_close(&task);
     return !stopped;
 }
 
@@ -670,10 +672,7 @@ static void evaluate(Model* m, RunFolder* run) {
     require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, m->error), m->error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
-        Evaluation task;
-        require(evaluation_open(&task, name, run->tokenizer, m->error), m->error);
-        goes_on = evaluate_task(m, &task, run, out);
-        evaluation_close(&task);
+        goes_on = evaluate_task(m, name, run, out);
     }
     if (out) fclose(out);
 }
@@ -684,7 +683,6 @@ static void evaluate(Model* m, RunFolder* run) {
 struct Run {
     Options* options;
     Options asked;  // as typed or resumed, before resolve()
-    Resume resume;
     Device dev;
     Shard shard;
     Model* model;
@@ -716,16 +714,17 @@ static void model_read(Model* m, const char* path) {
 }
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
-static void checkpoint_read(Run* run, const Json* state, const char* folder) {
+static void checkpoint_read(Run* run) {
     Model* m = run->model;
+    const char* folder = run->folder.checkpoint;
     bool found = false;
     CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->error), m->error);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
-    const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, m->error);
+    const bool loaded = optim_saved_load(m->arena.optim, &stored, json_get(run->folder.resumed, "formats"), m->dev,
+                                         &history, &found, m->error);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, m->error);
@@ -747,13 +746,14 @@ static bool checkpoint_write_arrays(Run* run, CheckpointWriter* writer) {
     RunFolder* folder = &run->folder;
     const OptimStream history = amax_history_of(m);
     OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
-    const int count = strcmp(run->options->save, "all") == 0 ? saved->arrays : 0;
+    const bool states = strcmp(run->options->save, "all") == 0;
     SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < saved->arrays; i++) {
         const OptimStream& array = saved->array[i];
         const int64_t cols = array.name == history.name ? FP8_HISTORY : 1, bytes = array.elements * array.element_bytes;
         arrays[i] = {array.name, array.dtype, {array.elements / cols, cols}, cols > 1 ? 2 : 1, 0, bytes, 0};
     }
+    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     void* values = memory_take(std::max(PIECE, m->largest * (int64_t)sizeof(float)));
     bool ok = m->launch->rank > 0 ||
               checkpoint_begin(writer, folder->path, folder->state.step, m->stored, a->count, folder->error);
@@ -761,8 +761,8 @@ static bool checkpoint_write_arrays(Run* run, CheckpointWriter* writer) {
         optim_saved_weights(saved, t, values);
         ok = checkpoint_tensor(writer, &m->stored[t], values);
     }
-    ok = ok && (count == 0 || checkpoint_begin_arrays(writer, arrays, count));
-    for (int i = 0; i < count; i++) {
+    ok = ok && (!states || checkpoint_begin_arrays(writer, arrays, saved->arrays));
+    for (int i = 0; i < saved->arrays && states; i++) {
         for (int64_t at = 0; at < arrays[i].bytes && ok; at += PIECE) {
             const int64_t piece = std::min(arrays[i].bytes - at, PIECE);
             optim_saved_read(saved, i, at, piece, values);
@@ -778,14 +778,12 @@ static bool checkpoint_write_arrays(Run* run, CheckpointWriter* writer) {
 // with a sentence in run->folder.error.
 static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Model* m = run->model;
-    const Arena* a = &m->arena;
     RunFolder* folder = &run->folder;
-    for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     char* formats = optim_saved_formats(&run->config);
     const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
     const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->config, folder->config, end};
     CheckpointWriter writer = {};
-    const bool sends = m->launch->rank == 0 || shard_splits(a->shard, SHARD_STATES);
+    const bool sends = m->launch->rank == 0 || shard_splits(m->arena.shard, SHARD_STATES);
     bool ok = !sends || checkpoint_write_arrays(run, &writer);
     ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
     free(formats);
@@ -812,10 +810,9 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // Resolving: resolve() replaces `auto` options by values, each of which depends only on those before it, and refuses
 // combinations that cannot work.
 
-// Chooses precision, shape and sequence length, and lists the tensors. The shape comes from the folder `checkpoint`,
-// else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
-static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
-                          const char* folder) {
+// Chooses precision, shape and sequence length, and lists the tensors. The shape comes from `folder`, a model's or, if
+// `resumed`, a checkpoint, or if that is "" from the model's name. `vocabulary` is the data's; 0: no data.
+static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* folder, bool resumed) {
     const bool gpu = m->dev->gpu;
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
@@ -827,8 +824,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
-    const char* shape = *checkpoint ? checkpoint : folder;
-    require(gpt2_shape_choose(o, shape, *checkpoint, vocabulary, bytes, gpu, &m->config, m->error), m->error);
+    require(gpt2_shape_choose(o, folder, resumed, vocabulary, bytes, gpu, &m->config, m->error), m->error);
     m->T = (int)o->seq;
     m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
     config_tensors(m);
@@ -866,12 +862,12 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
 }
 
 // Returns the largest batch up to `max` whose plan fits into `available` bytes; 0: none.
-static int64_t largest_batch(const Model* m, const OptimConfig* config, const Options* o, int64_t max, bool block,
+static int64_t largest_batch(const Model* m, const OptimConfig* config, const Options* o, int64_t max,
                              int64_t available) {
     int64_t fits = 0;
     while (fits < max) {
         const int64_t batch = (fits + max + 1) / 2;
-        if (plan_of(m, config, o, batch, block).total <= available) fits = batch;
+        if (plan_of(m, config, o, batch, false).total <= available) fits = batch;
         if (fits < batch) max = batch - 1;
     }
     return fits;
@@ -887,7 +883,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
     const int64_t share = usual / o->seq / m->launch->world;  // sequences of a step that a rank gets
     if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
-    int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
+    int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
     require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, m->error), m->error);
     m->B = (int)o->batch;
@@ -941,7 +937,7 @@ static void resolve(Run* run) {
     int vocabulary;
     bool bytes;
     require(dataset_look(o, &vocabulary, &bytes, m->error), m->error);
-    resolve_model(o, m, vocabulary, bytes, run->resume.from, run->folder.from_model);
+    resolve_model(o, m, vocabulary, bytes, run->folder.weights, run->folder.resumed);
     require(dataset_open_both(&run->folder.train_data, &run->folder.val_data, o, m->T, m->error), m->error);
     const int64_t windows = dataset_windows(&run->folder.train_data, m->T);
     run->folder.parameters = m->parameters;
@@ -974,7 +970,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     optim_describe(&run->config, text, sizeof(text));
     report_training(folder, text);
     report_memory(folder, plan, available_to(m));
-    const char* changed = run->resume.changed;
+    const char* changed = folder->changed;
     if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
 }
 
@@ -986,7 +982,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
-    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free);
+    int64_t fits = largest_batch(m, &run->config, asked, o->batch, free);
     while (fits > 0 && sequences % fits != 0) fits--;
     // `less` is advice only where it is enough.
     const bool enough = plan_of(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
@@ -1003,24 +999,27 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
 
 // --fit (data/fit.h).
 
-// Plans a row; false with a sentence in m->error if its options exclude each other.
-static bool fit_plan(Fit* fit, Model* m) {
+// Plans a row; false if its options exclude each other. `error` has the sentence about the first such row.
+static bool fit_plan(Fit* fit, const Device* card, char* error) {
     FitRow* row = &fit->row;
     Options* o = &row->o;
     OptimConfig config;
-    Arena* a = &m->arena;
-    resolve_model(o, m, fit->vocabulary, fit->bytes, "", fit->folder);
-    if (!resolve_optim(o, m, &config) || !arena_may_part(a, &config, m->error)) return false;
-    a->releases = strcmp(o->release, "on") == 0;
-    if (a->releases && !arena_may_release(a, &config, o->clip, 1, 1, m->error)) return false;
-    row->batch = largest_batch(m, &config, o, 512, false, m->dev->memory);
-    row->plan = plan_of(m, &config, o, row->batch > 0 ? row->batch : 1, false);
-    row->parameters = m->parameters;
+    Model m = {};
+    m.dev = card;
+    resolve_model(o, &m, fit->vocabulary, fit->bytes, fit->folder, false);
+    const bool releases = m.arena.releases = strcmp(o->release, "on") == 0;
+    if (!resolve_optim(o, &m, &config) || !arena_may_part(&m.arena, &config, m.error) ||
+        (releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, m.error))) {
+        return !*error && data_error(error, "%s", m.error);
+    }
+    row->batch = largest_batch(&m, &config, o, 512, card->memory);
+    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->parameters = m.parameters;
     return true;
 }
 
 static int fit_main(const Options* asked) {
-    char error[DATA_ERROR_BYTES] = "";  // why the first row that has no plan has none
+    char error[DATA_ERROR_BYTES] = "";
     static Fit fit;
     Device card;
     fit.asked = asked, fit.model = asked->model, fit.preset = option_given(asked, "preset") ? asked->preset : nullptr;
@@ -1030,12 +1029,7 @@ static int fit_main(const Options* asked) {
     fit.vocabulary = *fit.folder ? 0 : 50257;
     require(!*asked->data || dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
-    while (fit_next(&fit)) {
-        Model m = {};
-        m.dev = &card;
-        fit.row.planned = fit_plan(&fit, &m);
-        if (!*error) memcpy(error, m.error, sizeof(error));
-    }
+    while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, error);
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
     return require_stdout();
 }
@@ -1043,20 +1037,13 @@ static int fit_main(const Options* asked) {
 // Resuming.
 
 // Merges the optimizer's options with the state of a checkpoint. Returns --override as the user asked for it.
-static const char* resume_optim(Options* o, Resume* merge) {
-    const bool v_typed = option_given(o, "v"), lr_typed = option_given(o, "lr");
-    OptimResume r = {optim_config_of(o),
-                     o->lr,
-                     v_typed,
-                     lr_typed,
-                     option_given(o, "override"),
-                     merge->saved,
-                     json_get(merge->state, "formats"),
-                     merge->changed,
-                     "",
-                     false};
+static const char* resume_optim(RunFolder* folder) {
+    Options* o = folder->options;
+    const Json *options = json_get(folder->resumed, "options"), *formats = json_get(folder->resumed, "formats");
+    const bool v = option_given(o, "v"), lr = option_given(o, "lr"), overrides = option_given(o, "override");
+    OptimResume r = {optim_config_of(o), o->lr, v, lr, overrides, options, formats, folder->changed, "", false};
     optim_resume(&r, DEFAULT_DECAY);
-    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, merge->changed = r.changed;
+    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, folder->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
     if (r.other_rule && !option_given(o, "beta3")) o->of_rule.beta3 = AUTO;
     if (r.other_rule && !option_given(o, "ramp")) o->of_rule.ramp = AUTO;
@@ -1065,14 +1052,13 @@ static const char* resume_optim(Options* o, Resume* merge) {
 
 // Chooses the checkpoint to go on from, if any, on rank 0, and merges its options with the typed ones.
 static void resume(Run* run) {
-    Options* o = run->options;
-    Resume* merge = &run->resume;
+    RunFolder* folder = &run->folder;
     const Launch* launch = run->model->launch;
-    if (launch->rank == 0) require(resume_find(merge, &run->folder, run->model->error), run->model->error);
-    launch_broadcast(launch, merge->from, sizeof(merge->from));
-    require(resume_take(merge, &run->folder, run->model->error), run->model->error);
-    const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
-    run->asked = *o, run->asked.overrides = overrides;
+    require(launch->rank > 0 || resume_find(folder, folder->error), folder->error);
+    launch_broadcast(launch, folder->checkpoint, sizeof(folder->checkpoint));
+    require(resume_take(folder, folder->error), folder->error);
+    const char* overrides = folder->resumed ? resume_optim(folder) : run->options->overrides;
+    run->asked = *run->options, run->asked.overrides = overrides;
 }
 
 // The step loop.
@@ -1195,7 +1181,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     require(folder != nullptr, m.error);
     m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
-    resolve_model(o, &m, 0, false, "", folder);
+    resolve_model(o, &m, 0, false, folder, false);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
     run.options = o, run.tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
@@ -1241,11 +1227,10 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    const char* weights = run->folder.from_model;
-    if (run->resume.state) {
-        checkpoint_read(run, run->resume.state, run->resume.from);
-    } else if (*weights) {
-        model_read(m, weights);
+    if (run->folder.resumed) {
+        checkpoint_read(run);
+    } else if (*run->folder.weights) {
+        model_read(m, run->folder.weights);
     } else {
         model_init(m, (uint64_t)run->options->seed);
     }
@@ -1258,37 +1243,35 @@ static void begin(Run* run) {
 static int train_main(Options* o, const Launch* launch) {
     static Model model;
     static Run run;
-    run.options = run.folder.options = run.resume.options = o, run.model = &model;
+    run.options = run.folder.options = o, run.model = &model;
     model.launch = launch;
     resume(&run);
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder, run.resume.state), run.folder.error);
-    resume_state(&run.resume, &run.folder);
+    comm_require_same(launch, run_identity(&run.folder), run.folder.error);
+    resume_state(&run.folder);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.resume.state && run.folder.state.step >= o->steps) {
-        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
+    if (run.folder.resumed && run.folder.state.step >= o->steps) {
+        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.folder.checkpoint,
                 (long long)run.folder.state.step, o->steps);
         return 0;
     }
     const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    const OptimFiles files = optim_file_bytes(&run.config, run.model->arena.tensors, run.model->arena.count);
-    const int64_t size = files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined || run_folder_open(&run.folder, run.model->config.V, o->profile ? 0 : size),
-            run.folder.error);
+    const OptimFiles files = optim_file_bytes(&run.config, model.arena.tensors, model.arena.count);
+    const int64_t size = o->profile ? 0 : files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
+    require(run.dev.imagined || run_folder_open(&run.folder, model.config.V, size), run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
     const int stop = stops(&model);
     if (!o->profile) run_say_next(&run.folder, stop);
     run_folder_close(&run.folder);
-    json_free(run.resume.state);
     model_free(&model);
     device_close(&run.dev);
     return stop ? 128 + stop : 0;

@@ -232,7 +232,8 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }
 
-extern const char corpus_begin[], corpus_end[];  // this repository's own source text, linked in: the default data
+// This repository's own source text, linked in: the default data. Weak: a library of data/ alone does without it.
+extern const char corpus_begin[] __attribute__((weak)), corpus_end[] __attribute__((weak));
 
 // Opens the training or the validation part.
 static bool open_part(Dataset* data, const Options* o, DatasetPart part, int T, char* error) {

@@ -87,7 +87,7 @@ void report_memory(RunFolder* run, const MemoryPlan* memory, int64_t available) 
             large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
 }
 
-const char* run_identity(RunFolder* run, const Json* checkpoint) {
+const char* run_identity(RunFolder* run) {
     Dataset *train = &run->train_data, *val = &run->val_data;
     char* text;
     size_t length;
@@ -100,7 +100,7 @@ const char* run_identity(RunFolder* run, const Json* checkpoint) {
         if (option->type == OPTION_FLAG || text_among(option->name, "run resume data val join-timeout", ' ')) continue;
         fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->options)));
     }
-    fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(checkpoint, "crc32c", 0));
+    fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(run->resumed, "crc32c", 0));
     fprintf(file, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
             (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
     fclose(file);

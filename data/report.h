@@ -11,10 +11,10 @@ void report_data(RunFolder* run, int V);
 void report_training(RunFolder* run, const char* optimizer);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int64_t available);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
-// `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,
+// checkpoint, and the data's sizes and checksums, which it computes. A byte 1 follows each,
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
 // be read.
-const char* run_identity(RunFolder* run, const Json* checkpoint);
+const char* run_identity(RunFolder* run);
 
 // Times the steps after `from`. `from` moves after the first step and after the tenth, since early steps are slower.
 typedef struct {

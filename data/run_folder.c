@@ -61,19 +61,14 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     return true;
 }
 
-// Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
-static const char* weights_folder(const RunFolder* run) {
-    return *run->from_checkpoint ? run->from_checkpoint : run->from_model;
-}
-
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. If the run is
 // resumed, the checkpoint's files replace those of the folder.
 static bool tokenizer_take(RunFolder* run) {
     char* error = run->error;
-    const char* const sources[2] = {weights_folder(run), run->train_data.tokenizer};
+    const char* const sources[2] = {run->weights, run->train_data.tokenizer};
     for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && *run->from_checkpoint, error)) {
+        if (!tokenizer_files_copy(sources[i], run->path, i == 0 && run->resumed, error)) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
@@ -109,7 +104,7 @@ static void log_config(RunFolder* run, const char* device) {
 
 bool run_folder_make(RunFolder* run, const char* device) {
     char* error = run->error;
-    const bool again = *run->from_checkpoint || strcmp(run->options->resume, "auto") == 0;
+    const bool again = run->resumed || strcmp(run->options->resume, "auto") == 0;
     const char** name = &run->options->run;
     if (!**name) {
         if (!folder_name(run, run->options->model, error)) return false;
@@ -136,20 +131,19 @@ bool run_folder_make(RunFolder* run, const char* device) {
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);
     run->text = text;
-    const bool resumes = *run->from_checkpoint;
-    if (resumes) run_say(run, " resume   %s, step %lld\n", run->last_checkpoint, (long long)run->state.step);
+    if (run->resumed) run_say(run, " resume   %s, step %lld\n", run->last_checkpoint, (long long)run->state.step);
     run_say(run, " run      %s\n", run->path);
     if (!tokenizer_take(run)) return false;
     run->started = seconds_now();
     log_config(run, device);
-    return !resumes || run_log(run, "resume", 0, NULL, NULL);
+    return !run->resumed || run_log(run, "resume", 0, NULL, NULL);
 }
 
 void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
     if (run->text) fclose(run->text);
     dataset_close(&run->train_data), dataset_close(&run->val_data);
-    json_free(run->config);
+    json_free(run->config), json_free(run->resumed);
     tokenizer_close(run->tokenizer);
     prompts_close(&run->prompts);
 }
@@ -252,9 +246,9 @@ static void tokenizer_begin(RunFolder* run, const char* folder, int vocabulary) 
 
 bool run_folder_open(RunFolder* run, int vocabulary, int64_t size) {
     const Options* o = run->options;
-    const char* weights = weights_folder(run);
+    const char* weights = run->weights;
     char* error = run->error;
-    const bool resumes = *run->from_checkpoint, saves = size > 0 && !run->quiet && strcmp(o->save, "none") != 0;
+    const bool resumes = run->resumed, saves = size > 0 && !run->quiet && strcmp(o->save, "none") != 0;
     const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
     const long long most = o->keep == OPTION_AUTO ? 3 : o->keep, count = most < all ? most + 1 : all;
     if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {

@@ -18,7 +18,10 @@ typedef struct {
     FILE* log;                             // log.jsonl
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
     Options* options;
-    const char *from_checkpoint, *from_model;  // folders of weights, or ""
+    char checkpoint[RUN_PATH_BYTES];  // from which the run goes on; "": it is new
+    Json* resumed;                    // its state.json; NULL: there is none
+    const char* changed;              // since then, for the banner: " --lr 0.1 (was 0.2); the data: ..."; NULL: nothing
+    const char* weights;              // the folder that they come from: the checkpoint, or a model's; or ""
     Dataset train_data, val_data;
     int ranks;
     int64_t parameters;  // of the model

@@ -194,7 +194,7 @@ struct Operators {
 static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
     const bool bytes = strcmp(o->data_format, "bytes") == 0;
-    resolve_model(o, m, bytes ? 256 : 50257, bytes, "", "");
+    resolve_model(o, m, bytes ? 256 : 50257, bytes, "", false);
     resolve_optim(o, m, config);
     resolve_batch(o, m, config, bytes, 1 << 20);
     resolve_grads(o, m, config);

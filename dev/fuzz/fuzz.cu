@@ -140,11 +140,11 @@ static void fuzz_state(FuzzInput input) {
     if (!state) return demand_sentence(error);
     Options options = standard_options();
     for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) options.given[i] = input.bytes[i] % 2 != 0;
-    static Resume merge;
-    merge = {};
-    merge.options = &options, merge.state = state, merge.saved = json_get(state, "options");
-    if (!resume_options(&merge, error)) demand_sentence(error);
-    resume_optim(&options, &merge);
+    static RunFolder run;
+    run = {};
+    run.options = &options, run.resumed = state;
+    if (!resume_options(&run, error)) demand_sentence(error);
+    resume_optim(&run);
     const RunState none = {};
     run_state_read(state, &none);
     json_free(state);

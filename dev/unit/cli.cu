@@ -84,7 +84,7 @@ TEST(cli_room) {
     Options options;
     options_defaults(&options);
     static RunFolder run;
-    run.options = &options, run.from_checkpoint = run.from_model = run.train_data.tokenizer = "";
+    run.options = &options, run.weights = run.train_data.tokenizer = "";
     options.run = work_folder(), options.steps = 3000, run.train_data.bytes = true;
     expect(!run_folder_open(&run, 256, huge) && strstr(run.error, "for 3 checkpoints; free some") &&
                strstr(run.error, "or type --keep 1, or type --save weights or none") &&
