@@ -55,6 +55,7 @@ def settings_of(kind, package):
                        ("decouple_lr", {"weight_decay": 0.01, "decouple_lr": True,
                                         **({"dampening": 0.4} if "dampening" in names else {})}),
                        ("adjust_lr_fn", {"adjust_lr_fn": "match_rms_adamw"}),
+                       ("beta2_decay", {"eps": (None, 0.9), "d": 1.5, "lr": 0.5, "beta2_decay": -0.5}),
                        ("apollo_rank", {"beta1": 0.9, "weight_decay": 0.1, "enable_fira_for_adafactor": True}),
                        ("beta3", {"beta1": 0.9, "beta2": 0.99, "beta3": 0.999, "relative_step": False})):
         if name in names:
