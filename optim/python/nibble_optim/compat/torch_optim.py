@@ -24,7 +24,7 @@ def _muon_factor(self, param, age):
 
 def _adafactor(optimizer, values):
     eps1, eps2 = values.pop("eps")
-    optimizer._bf16_weights = "bf16"
+    optimizer._bf16_weights, optimizer._maximize = "bf16", values.pop("maximize")
     return dict(clip_update=values.pop("d"), eps1=2.0 ** -23 if eps1 is None else eps1, eps2=eps2,
                 beta2_decay=values.pop("beta2_decay"))
 
