@@ -69,7 +69,7 @@ ROWS = [
     ("optim/constants.h", "from.independent ? rate / (double)from.lr_max\n", "from.independent ? rate\n",
      "laws_oracle", ["optim/step"]),
     ("optim/rows/rows.cuh", "RESIDUAL_EPS = 1e-16f", "RESIDUAL_EPS = 1e-8f", "laws_oracle", ["optim/rows/rows"]),
-    ("optim/rows/rows.cuh", "MIN_WEIGHTS = 1e-3f", "MIN_WEIGHTS = 1e-4f", "laws_oracle", ["optim/rows/rows"]),
+    ("optim/rows/rows.cu", "(float)config->eps2", "(float)config->eps2 * 0.1f", "laws_oracle", ["optim/rows/rows"]),
     ("optim/rows/rows.cuh", "is_finite(norm) && last > MIN_ROOT && norm > most", "is_finite(norm) && norm > most",
      "limit_growth", ["unit/rows"]),
     ("optim/matrix/low_rank.cu", "POWER_ITERATIONS = 2", "POWER_ITERATIONS = 1", "laws_oracle", ["optim/matrix/low_rank"]),

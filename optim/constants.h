@@ -48,6 +48,7 @@ OPTIM_INLINE double exponential(double y) {
 // The numbers from which the constants of any step are computed.
 struct HyperSource {
     float beta1, beta2, beta3, alpha, eps, lr_max;
+    double beta2_decay;
     int64_t ramp, momentum_warmup;
     Settings settings;
     RowRule rows;
@@ -64,6 +65,7 @@ inline HyperSource hyper_source(const OptimConfig* config, const Settings* setti
     HyperSource from = {};
     from.beta1 = (float)config->beta1, from.beta2 = (float)config->beta2, from.beta3 = (float)config->beta3;
     from.alpha = (float)config->alpha, from.eps = (float)config->eps, from.lr_max = config->lr_max;
+    from.beta2_decay = round(1e6 * config->beta2_decay) / 1e6;  // the number with six digits that fp32 has rounded
     from.ramp = config->ramp, from.momentum_warmup = config->momentum_warmup;
     from.settings = *settings, from.rows = rule->rows, from.grows = rule->grows;
     from.independent = strcmp(config->decay_mode, "independent") == 0;
@@ -104,9 +106,9 @@ OPTIM_INLINE double bias_root(double beta, int64_t step) {
     return 1.0 / sqrt(1.0 - power(beta, step));
 }
 
-// Returns Adafactor's 1 - beta2, which is step^-0.8.
-OPTIM_INLINE double adafactor_one_minus_beta2(int64_t step) {
-    return step > 1 ? exponential(0.8 * logarithm(1.0 / (double)step)) : 1.0;
+// Returns Adafactor's 1 - beta2, which is step^decay; decay is -0.8, say.
+OPTIM_INLINE double adafactor_one_minus_beta2(double decay, int64_t step) {
+    return step > 1 ? exponential(-decay * logarithm(1.0 / (double)step)) : 1.0;
 }
 
 // Sets what the formulas of adafactor and of the package adafactor8bit have of their own.
@@ -118,7 +120,7 @@ OPTIM_INLINE void factored_create(const HyperSource& from, int64_t step, double 
         const bool corrects = from.keeps_m && !from.relative && !from.of_norm;
         hyper->step_size = corrects ? (float)((double)hyper->lr * root / bias1) : hyper->lr;
     }
-    if (!fixed) hyper->one_minus_beta2 = (float)adafactor_one_minus_beta2(step);
+    if (!fixed) hyper->one_minus_beta2 = (float)adafactor_one_minus_beta2(from.beta2_decay, step);
     hyper->root2 = 1.0f;
 }
 

@@ -54,6 +54,7 @@ static const Case cases[] = {
     {"adafactor", "", WITH(c->m = "none", c->clip_update = 0.0f, c->adafactor_lr = "paper")},
     {"adafactor", "", WITH(c->limit_growth = 1.02f, c->adafactor_lr = "scaled")},
     {"adafactor", "", WITH(c->adafactor_lr = "scaled"), 1.0f, 1e-5f},  // weights near zero
+    {"adafactor", "", WITH(c->adafactor_lr = "scaled", c->eps1 = 0.3, c->eps2 = 0.3, c->beta2_decay = -0.5f)},
     {"came", "", WITH(c->limit_growth = 1.01f)},
     {"came", "", WITH(c->beta1 = 0.0f), 1e-10f, 1.0f, true},  // no residual
     {"muon", "", WITH(c->ns_coefficients = "polar-express", c->ns_steps = 8)},

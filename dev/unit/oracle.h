@@ -195,8 +195,10 @@ void divide_by_factors(Whole<R>* w, int k, const std::vector<R>& x, R beta, R ep
     for (int64_t i = 0; i < w->rows; i++) average_to(&w->row[k][i], row[i], beta);
     for (int64_t j = 0; j < w->cols; j++) average_to(&w->col[k][j], col[j], beta);
     for (R each : w->row[k]) mean += each / w->rows;
+    const R e = w->rule("adafactor") ? (R)w->config->eps1 : 0, least = e * e;
     for (int64_t i = 0; i < w->size(); i++) {
-        const R square = w->row[k][i / w->cols] * w->col[k][i % w->cols] / mean / bias;
+        const R r = std::max(w->row[k][i / w->cols], least) / std::max(mean, w->rows > 1 ? e : least);
+        const R square = r * std::max(w->col[k][i % w->cols], least) / bias;
         w->u[i] = w->u[i] == 0 ? 0 : w->u[i] / std::sqrt(square);
     }
 }
@@ -205,7 +207,7 @@ template <class R>
 void oracle_factored(Whole<R>* w, const std::vector<R>& g, int step) {
     const OptimConfig* c = w->config;
     const bool came = w->rule("came");
-    const R beta1 = is(c->m, "none") ? 0 : c->beta1, beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, -0.8));
+    const R beta1 = is(c->m, "none") ? 0 : c->beta1, beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, (float)c->beta2_decay));
     w->u = g;
     divide_by_factors(w, 0, g, beta2, R(0), came ? w->bias2 : R(1));
     const R rms = norm_of(w->u) / std::sqrt((R)w->size()), clip = c->clip_update;
@@ -239,7 +241,7 @@ void oracle_package(Whole<R>* w, const std::vector<R>& g, int step) {
     const bool came = w->rule("came8bit");
     const int pairs = came && w->rows > 1 ? 2 : 1;
     const R beta1 = is(c->m, "none") ? 0 : c->beta1, floor = (R)c->eps * (R)c->eps;
-    const R beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, -0.8));
+    const R beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, (float)c->beta2_decay));
     std::vector<R> rest = g;
     for (int64_t i = 0; i < w->size(); i++) average_to(&w->m[i], g[i], beta1), rest[i] -= w->m[i];
     for (int k = 0; k < pairs; k++) {
@@ -429,7 +431,7 @@ void oracle_step(Whole<R>* w, std::vector<R> g, double rate, int step) {
     }
     R factor = 1;
     const bool has_m = !is(c->m, "none");
-    if (has_adafactor_lr(c, "scaled")) factor = std::max(R(1e-3), norm_of(w->p) / std::sqrt((R)w->size()));
+    if (has_adafactor_lr(c, "scaled")) factor = std::max((R)c->eps2, norm_of(w->p) / std::sqrt((R)w->size()));
     if (c->limit_growth > 0) {
         const R norm = norm_of(w->u) / (rule->grows && has_m ? w->bias1 : R(1)), most = (R)c->limit_growth * w->last;
         const bool cut = w->last > 0 && norm > most;

@@ -289,18 +289,23 @@ def test_torch_replays_with_a_missing_gradient():
 
 
 def test_torch_grad_scaler_skips_steps():
+    """A step whose gradients are infinite changes nothing; others are those without a scaler, in fp16 too."""
     for device in DEVICES:
-        model = model_of(device)
-        optimizer = make(model, preset="adamw8")
-        scaler = torch.amp.GradScaler(device, init_scale=4.0)
-        before = copy.deepcopy(model)
-        x, y = batch(model, 1)
-        for factor in (float("inf"), 1.0):
-            optimizer.zero_grad()
-            scaler.scale(((model(x) - y) ** 2).mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert same(model, before) is (factor > 1.0) and scaler.get_scale() == 2.0
+        for dtype in (torch.float32, torch.float16):
+            model = model_of(device, dtype)
+            optimizer = make(model, preset="adamw8")
+            scaler = torch.amp.GradScaler(device, init_scale=4.0)
+            before = copy.deepcopy(model)
+            x, y = batch(model, 1)
+            for factor in (float("inf"), 1.0):
+                optimizer.zero_grad()
+                scaler.scale(((model(x) - y) ** 2).mean() * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                assert same(model, before) is (factor > 1.0) and scaler.get_scale() == 2.0
+            train(before, make(before, preset="adamw8"), 1, 1)
+            assert same(model, before) and optimizer.param_groups[0]["steps"] == 1
+            assert all(torch.allclose(p.grad, q.grad, 1e-2, 1e-6) for p, q in zip(model.parameters(), before.parameters()))
 
 
 def steps_with_changes(change, settings, lr=1e-2):

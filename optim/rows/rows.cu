@@ -303,7 +303,8 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, own_number(step)),
     settle.root3 = (float)bias_root(config->beta3, own_number(step));
     settle.clip = (float)config->clip_update, settle.growth = (float)config->limit_growth;
-    settle.eps = is_package(rule) ? arguments.group[0].eps : 0.0f;
+    settle.eps2 = (float)config->eps2;
+    settle.eps = is_package(rule) ? arguments.group[0].eps : rule == ROWS_ADAFACTOR ? (float)config->eps1 : 0.0f;
     settle.changing = step->replayed ? step->replayed->changing : nullptr;
     rows_settle(dev, &settle);
 }

@@ -12,7 +12,7 @@
 //     SUM_UPDATE     all of (a_i b_j g)^2               adafactor, came: a_i = a_i / max(1, RMS / d), d: --clip-update
 //     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2   came: as SUM_MOMENTS with beta3 and 1e-16 more
 //     SUM_MOMENTUM   all of (a_i b_j m)^2              adafactor8bit, came8bit: as SUM_UPDATE
-//     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(1e-3, RMS) of the step's update
+//     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(--eps2, RMS) of the step's update
 //     SUM_STEP       all of the update for lr 1         every rule, by --limit-growth: limit() below
 // For a vector, r_i / mean r is 1 and c_j is a v of each element: as in the papers, a vector is not factored.
 //
@@ -211,13 +211,13 @@ struct SettleArguments {
     float* norms;                 // (tensors)
     bool by_rms;                  // `factor` holds the RMS of the weights (SUM_WEIGHTS)
     float one_minus_beta2, root2, one_minus_beta3, root3;
-    float clip, growth;  // --clip-update, or infinity; --limit-growth
-    float eps;           // of the package's rules: the least mean of r, and the root of the least r and c; 0 of others
+    float clip, growth, eps2;  // --clip-update, or infinity; --limit-growth; --eps2
+    float eps;           // the least mean of r, and the root of the least r and c: --eps1, or the package's --eps
     const float*
         changing;  // device memory: one_minus_beta2, root2 and root3 of a step in a CUDA graph; null: those above
 };
 
-constexpr float RESIDUAL_EPS = 1e-16f, MIN_WEIGHTS = 1e-3f;
+constexpr float RESIDUAL_EPS = 1e-16f;
 
 // Return the new average of a row or column, from a sum of squares; `inverse` is 1 over the count of the squares.
 OPTIM_INLINE float row_moment(float v, float sum, float inverse, float one_minus_beta) {
@@ -233,9 +233,9 @@ OPTIM_INLINE float residual_moment(RowRule rule, float s, float sum, float inver
 // Returns the number of a row or column whose root divides the update, at least eps^2. `second`: after SUM_RESIDUAL,
 // where its second average lies; the package multiplies the two.
 OPTIM_INLINE float divisor(const SettleArguments& a, int64_t at, int64_t second) {
-    if (!is_package(a.rule)) return a.kept[a.sum == SUM_RESIDUAL ? second : at];
-    const float x = a.sum == SUM_RESIDUAL ? exact_mul(a.kept[at], a.kept[second]) : a.kept[at];
-    return exact_max(x, exact_mul(a.eps, a.eps));
+    const float x = a.kept[a.sum == SUM_RESIDUAL ? second : at];
+    const float both = is_package(a.rule) && a.sum == SUM_RESIDUAL ? exact_mul(a.kept[at], x) : x;
+    return a.eps > 0.0f ? exact_max(both, exact_mul(a.eps, a.eps)) : both;
 }
 
 // Keeps a GPU's compiler from using a loaded number before all loads above are in flight. Lanes of a warp may be on
@@ -327,7 +327,7 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
         const float over = exact_div(exact_sqrt(exact_div(sum, elements)), a.clip);
         return over > 1.0f ? exact_div(1.0f, over) : 1.0f;
     }
-    if (a.sum == SUM_WEIGHTS) return exact_max(exact_sqrt(exact_div(sum, elements)), MIN_WEIGHTS);
+    if (a.sum == SUM_WEIGHTS) return exact_max(exact_sqrt(exact_div(sum, elements)), a.eps2);
     if (a.sum == SUM_STEP) return limit(exact_sqrt(sum), a.norms[t.norm], a.growth);
     if (a.rule != ROWS_NORMUON_LITE || !(sum > 0.0f)) return 0.0f;
     return exact_mul(shape_scale(t), exact_div(exact_sqrt((float)t.rows), exact_sqrt(sum)));

@@ -85,6 +85,10 @@ class Optimizer(torch.optim.Optimizer):
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
     _answer = None  # compat: a function (part, tensor, key) for Part.answer
+    # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, and does not unscale itself.
+    _step_supports_amp_scaling = property(lambda self: any(p.dtype is torch.float16 for group in self.param_groups
+                                                           for p in group["params"]))
+    _maximize = False
     _grad_name = "grad"  # of the attribute of parameters that has their gradients
     _given = {}  # what compat set of these and of its own, for copies
 
@@ -346,12 +350,22 @@ class Optimizer(torch.optim.Optimizer):
         else:
             grads = [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
         self._step(self._flat, grads)
+        if getattr(self, "grad_scale", None) is not None:
+            torch._foreach_div_([grad for grad in grads if grad is not None], self.grad_scale.item())
         return loss
 
     step.hooked = True  # profile_hook_step has wrapped it already, below torch.compiler.disable
 
+    def _scaling(self, device):
+        """Returns tensors on a device, or None: what multiplies gradients, and what is not 0 if they overflow."""
+        sign, scale, found = -1.0 if self._maximize else 1.0, *(getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        factor = torch.full((1,), sign, device=device) if scale is not None or sign < 0 else None
+        return factor if scale is None else factor / scale.to(device), None if found is None else found.to(device).float()
+
     def _step(self, params, grads):
         captured = library.is_capturing()
+        if not captured and getattr(self, "found_inf", 0):
+            return
         if not captured:
             self._catch_up()
         self._forget_touched(self._of(params))
@@ -372,7 +386,8 @@ class Optimizer(torch.optim.Optimizer):
                                    "rate and noise; make the optimizer with capturable=True, or step outside of the "
                                    "graph")
             try:
-                part.step(its, groups, max(part.age) + 1 if self._apart else step, part.gpu and captured)
+                part.step(its, groups, max(part.age) + 1 if self._apart else step, part.gpu and captured,
+                          self._scaling(part.device) if self._maximize or hasattr(self, "found_inf") else ())
                 stepped = stepped or not captured
             except OtherGradients:  # the same states go on in parts that take such gradients
                 self._written.update(part.params[t] for t in part.written())

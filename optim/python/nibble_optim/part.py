@@ -226,9 +226,10 @@ class Part:
 
     def answer(self, tensor, key):
         """Returns a function that makes what other packages call `key` of a parameter's states; None without such."""
-        if self.keeps(tensor, MOMENTS.get(key)):
+        own = self.compat_answer(self, tensor, key) if self.compat_answer else None
+        if own is None and self.keeps(tensor, MOMENTS.get(key)):
             return lambda: self.moment(tensor, MOMENTS[key])
-        return self.compat_answer(self, tensor, key) if self.compat_answer else None
+        return own
 
     def moment(self, tensor, name, values=None):
         """Returns moment "m" or "v" of a parameter, or "master", in fp32, or sets it to `values`, rounded to its format."""
@@ -250,10 +251,8 @@ class Part:
         if values is None and tensor in self.written():  # the next step takes it over
             return p.float()
         if master is None:
-            bits = next(bits for state, *_, bits in self._states(tensor) if state == "weights.low")
-            low = self.views[tensor]["weights.low"].reshape(-1)[:bits // 8 * p.numel()]
-            low = low.view(torch.int16 if bits == 16 else torch.int8)
-            low = low.view(p.shape[::-1]).t() if self.turned[tensor] else low.view(p.shape)
+            low = self.low(tensor)
+            bits = 8 * low.element_size()
         if values is None:
             return master.clone() if master is not None else \
                 ((p.view(torch.int16).int() << bits) + low.int() << 16 - bits).view(torch.float32)
@@ -270,6 +269,16 @@ class Part:
             high = kept + (1 << bits - 1) >> bits
             p.view(torch.int16).copy_(high)
             low.copy_(kept - (high << bits))
+
+    def low(self, tensor):
+        """Returns the 8 or 16 bits that lie beside a bf16 parameter, in its shape; None without such."""
+        bits = next((bits for state, *_, bits in self._states(tensor) if state == "weights.low"), None)
+        if bits is None:
+            return None
+        shape = self.locals[tensor].shape
+        low = self.views[tensor]["weights.low"].reshape(-1)[:bits // 8 * shape.numel()]
+        low = low.view(torch.int16 if bits == 16 else torch.int8)
+        return low.view(shape[::-1]).t() if self.turned[tensor] else low.view(shape)
 
     def begin_masters(self, given):
         """Before the first step here, sets masters to the tensors that `given` has by number, others to the parameters."""
@@ -503,10 +512,10 @@ class Part:
         self.clock, self.divided = clock, None
         self._count()
 
-    def step(self, grads, groups, step, captured=False):
+    def step(self, grads, groups, step, captured=False, scaling=()):
         """Takes a step. grads: one for each parameter, or None. groups: the optimizer's. captured: the step is captured
-        into a CUDA graph, so nothing happens yet."""
-        own = grads
+        into a CUDA graph, so nothing happens yet. scaling: what multiplies gradients, what is not 0 if they overflow."""
+        own, scales = grads, [None if each is None else each.data_ptr() for each in scaling]
         if self.shares:
             own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
         addresses, kept = self.find_grads(own)
@@ -517,9 +526,9 @@ class Part:
         if self.shares:
             self._check_shares(grads, captured, constants, group_of)
         weights = self._copy_in(grads) if self.copies else self.weights
-        self.handle.step(weights, addresses, group_of, constants, step, self.stream())
+        self.handle.step(weights, addresses, group_of, constants, step, self.stream(), *scales)
         if self.shares:
-            self._step_shares(grads, group_of, constants, step)
+            self._step_shares(grads, group_of, constants, step, self.stream(), *scales)
         for t, copy in self.copies.items():
             if grads[t] is not None:
                 self._lying(t).copy_(copy)
@@ -570,7 +579,7 @@ class Part:
             raise RuntimeError("a step was captured into a CUDA graph, and ranks exchange parameters in it, which are "
                                "sharded and have owners; step outside of the graph")
 
-    def _step_shares(self, grads, group_of, constants, step):
+    def _step_shares(self, grads, *more):
         """Steps the parameters that have owners. All ranks have gradients of the same ones."""
         values, slopes = {}, {}
         for t in self.owned:
@@ -579,7 +588,7 @@ class Part:
             values[t] = self.copies.get(t, self.locals[t].detach())
             slopes[t] = _address(_local(grads[t]), self.locals[t], self.grads, False)
         if values:
-            self.shares.step(values, slopes, group_of, constants, step, self.stream())
+            self.shares.step(values, slopes, *more)
 
     def _count(self):
         """Writes the numbers of steps that parameters have taken."""

@@ -106,14 +106,14 @@ class Shares:
         parts = self._exchange(sent, self._by_owner(these, lambda t: self.pieces[t][0][here][1]), tensors[these[0]])
         _copy([tensors[t].view(-1) for t in these], parts)
 
-    def step(self, weights, grads, group_of, constants, number, stream):
+    def step(self, weights, grads, *more):
         """Takes a step. `weights` and `grads` have what lies here of stepped parameters, contiguous, by number."""
         these = [t for t in self.owned if t in grads]
         values, slopes = self.gather(these, weights), self.gather(these, grads)
         if values:
             addresses = [array.array("Q", [tensors[t].data_ptr() if t in tensors else 0
                                            for t in range(len(self.sizes))]) for tensors in (values, slopes)]
-            self.handle.step(*addresses, group_of, constants, number, stream)
+            self.handle.step(*addresses, *more)
         self.scatter(these, values, weights)
 
     def any(self, value):

@@ -9,7 +9,6 @@ def _settings(optimizer, values):
     scaled = values.pop("scale_weight_decay") and values["scale_parameter"] and values["weight_decay"] > 0
     wrong = (f"beta2={beta2} and beta3={beta3} were found; give both, or none" if (beta2 is None) != (beta3 is None)
              else "beta3 needs beta1; give both" if beta3 is not None and beta1 is None
-             else f"eps2={eps2} was found; it is 1e-3 here" if eps2 != 1e-3
              else "weight_decay goes with scale_weight_decay=False, or without scale_parameter" if scaled
              else "quantize=False was found; take Optimizer(rule=\"adafactor\")" if not values.pop("quantize")
              else 'apollo_rank was found; take Optimizer(rule="apollo")' if values.pop("apollo_rank") else "")
@@ -17,14 +16,15 @@ def _settings(optimizer, values):
         raise ValueError(f"Adafactor8Bit: {wrong}")
     values["eps"] = 2.0 ** -23 if eps1 is None else eps1
     margin, limits = 1 + values.pop("fira_margin"), values.pop("enable_fira_for_adafactor")
+    decay = values.pop("beta2_decay")  # CAME has beta2 in its place
     for key in ("apollo_update_proj_gap", "apollo_scale_type", "apollo_eps", "apollo_factorize"):
         values.pop(key)  # without apollo_rank they change nothing
-    optimizer._bf16_weights = "bf16"
+    optimizer._bf16_weights, optimizer._maximize = "bf16", values.pop("maximize")
     return dict(rule="adafactor8bit" if beta3 is None else "came8bit", clip_update=values.pop("d"),
                 m="none" if beta1 is None else f"adanf4/{values.pop('m_block_size')}",
                 min_quantized=0 if beta1 is None else 4096, limit_growth=margin * limits,
-                adafactor_lr=_RATES[values.pop("relative_step"), values.pop("scale_parameter")],
-                betas=(beta1 or 0.9, beta2 or 0.999), **({} if beta3 is None else {"beta3": beta3}))
+                eps2=eps2, adafactor_lr=_RATES[values.pop("relative_step"), values.pop("scale_parameter")],
+                betas=(beta1 or 0.9, beta2 or 0.999), **({"beta2_decay": decay} if beta3 is None else {"beta3": beta3}))
 
 
 Adafactor8Bit = drop_in(

@@ -24,10 +24,9 @@ def _muon_factor(self, param, age):
 
 def _adafactor(optimizer, values):
     eps1, eps2 = values.pop("eps")
-    if eps1 not in (None, 1e-30) or eps2 != 1e-3:
-        raise ValueError(f"Adafactor: eps=({eps1}, {eps2}) was found; it is (None, 1e-3) here")
-    optimizer._bf16_weights = "bf16"
-    return dict(clip_update=values.pop("d"))
+    optimizer._bf16_weights, optimizer._maximize = "bf16", values.pop("maximize")
+    return dict(clip_update=values.pop("d"), eps1=2.0 ** -23 if eps1 is None else eps1, eps2=eps2,
+                beta2_decay=values.pop("beta2_decay"))
 
 
 Muon = drop_in("Muon", "params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, "

@@ -1,12 +1,13 @@
 """FusedAdam of transformer_engine.pytorch.optimizers. Its masters are states, made from the parameters: separate in
-fp32, or with store_param_remainders as the 16 bits that bf16 leaves out, which are TransformerEngine's to the bit. A
-caller's own masters go in by set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and
+fp32, or with store_param_remainders as the 16 bits that bf16 leaves out, which are TransformerEngine's to the bit.
+Masters of 16 bits are those, too, and so have the values of fp32. A caller's own masters go in by set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and
 those of torch.float16, which need a scale that is not there, bf16 with stochastic rounding. Parameters of fp8 are what
 copies.write_copies writes."""
 import torch
 
 from ..part import MOMENTS
-from . import absent, drop_in
+from . import drop_in
+from .flashoptim import _damped_factor, _momentum, initialize_state
 
 _STATES = {torch.float32: "fp32", torch.float16: "bf16:sr", torch.bfloat16: "bf16", torch.uint8: "e4m3"}
 
@@ -14,13 +15,10 @@ _STATES = {torch.float32: "fp32", torch.float16: "bf16:sr", torch.bfloat16: "bf1
 def _settings(optimizer, values):
     masters, remainders = values.pop("master_weights"), values.pop("store_param_remainders")
     kept, moments = values.pop("master_weight_dtype"), [values.pop(f"exp_avg{end}_dtype") for end in ("", "_sq")]
-    if masters and kept is not torch.float32:
-        raise ValueError(f"FusedAdam: master_weight_dtype={kept} was found; take store_param_remainders=True, whose "
-                         "masters have the bits of fp32 and take 2 bytes beside the parameter")
     for found in moments:
         if found not in _STATES:
             raise ValueError(f"FusedAdam: moments of {found} were found; take {', '.join(map(str, _STATES))}")
-    optimizer._bf16_weights = "bf16+16" if masters and remainders else "bf16+fp32" if masters else "bf16"
+    optimizer._bf16_weights = "bf16+16" if masters and (remainders or kept.itemsize == 2) else "bf16+fp32" if masters else "bf16"
     optimizer._remainders, optimizer._sets_none = masters and remainders, values.pop("set_grad_none")
     optimizer._grad_name = "decoupled_grad" if values.pop("use_decoupled_grad") else "grad"
     m, v = (_STATES[found] for found in moments)
@@ -57,10 +55,12 @@ class FusedAdam(drop_in(
             elif grad is not None:
                 setattr(p, self._grad_name, None)
 
-    def initialize_state(self, param, store_param_remainders=None):
-        """Makes the states of all parameters before the first step, and masters from the parameters."""
-        if param not in self._part_of:
-            self._make_all()
+    initialize_state = initialize_state
+
+    def _step(self, params, grads):
+        super()._step(params, grads)
+        for group in self.param_groups:
+            group["step"] = group["steps"]
 
     def get_unscaled_state(self, param, state_name, skip_unscale=False):
         """Returns exp_avg, exp_avg_sq or master_param in fp32; of remainders, their int16."""
@@ -77,4 +77,12 @@ class FusedAdam(drop_in(
         part.moment(number, MOMENTS[state_name], unscaled_state)
 
 
-FusedSGD = absent("FusedSGD", 'take Optimizer(rule="sgd", weights="bf16+fp32")')
+def _sgd(optimizer, values):
+    optimizer._bf16_weights = "bf16"
+    values.pop("materialize_master_grads"), values.pop("set_grad_none")
+    return _momentum("FusedSGD", "sgd", optimizer, values)
+
+
+FusedSGD = drop_in("FusedSGD", "params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, "
+                   "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=None", _sgd, m="fp32")
+FusedSGD._lr_factor, FusedSGD._decouples = _damped_factor, False
