@@ -207,7 +207,8 @@ template <class R>
 void oracle_factored(Whole<R>* w, const std::vector<R>& g, int step) {
     const OptimConfig* c = w->config;
     const bool came = w->rule("came");
-    const R beta1 = is(c->m, "none") ? 0 : c->beta1, beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, (float)c->beta2_decay));
+    const R beta1 = is(c->m, "none") ? 0 : c->beta1,
+            beta2 = came ? (R)c->beta2 : (R)(1.0 - pow(step, (float)c->beta2_decay));
     w->u = g;
     divide_by_factors(w, 0, g, beta2, R(0), came ? w->bias2 : R(1));
     const R rms = norm_of(w->u) / std::sqrt((R)w->size()), clip = c->clip_update;

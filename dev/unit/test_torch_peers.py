@@ -286,8 +286,8 @@ def test_torch_transformer_engine_arguments():
     raises(ValueError, "leave one out", lambda: fused.zero_grad(set_to_none=True))
     group = FusedAdam(halves(), 2e-3, (0.8, 0.9), 1e-7, 0.3, False).param_groups[0]
     assert [group[key] for key in ("lr", "betas", "eps", "weight_decay")] == [2e-3, (0.8, 0.9), 1e-7, 0.3]
+    assert FusedAdam(halves(), master_weights=True, master_weight_dtype=torch.half)._bf16_weights == "bf16+16"
     for words, more in [("amsgrad=True", dict(amsgrad=True)), ("bias_correction=False", dict(bias_correction=False)),
-                        ("take store_param_remainders=True", dict(master_weights=True, master_weight_dtype=torch.half)),
                         ("take torch.float32", dict(exp_avg_dtype=torch.int8))]:
         raises(ValueError, words, lambda: FusedAdam(halves(), **more))
 

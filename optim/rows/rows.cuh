@@ -212,7 +212,7 @@ struct SettleArguments {
     bool by_rms;                  // `factor` holds the RMS of the weights (SUM_WEIGHTS)
     float one_minus_beta2, root2, one_minus_beta3, root3;
     float clip, growth, eps2;  // --clip-update, or infinity; --limit-growth; --eps2
-    float eps;           // the least mean of r, and the root of the least r and c: --eps1, or the package's --eps
+    float eps;                 // the least mean of r, and the root of the least r and c: --eps1, or the package's --eps
     const float*
         changing;  // device memory: one_minus_beta2, root2 and root3 of a step in a CUDA graph; null: those above
 };
