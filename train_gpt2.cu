@@ -58,16 +58,16 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     optim_set_options(&c, &o->of_rule);
-    c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
+    c.preset = default_preset(o), c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
     c.grads = strcmp(o->grads, "auto") == 0 ? "fp32" : o->grads;
     c.lr_max = (float)o->lr, c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
     return c;
 }
 
 // The same, resolved; writes the names that the preset chooses back into the options. False with a sentence.
-static bool optim_config_from(Options* o, OptimConfig* config, char* error) {
-    o->preset = default_preset(o);
+[[nodiscard]] static bool optim_config_from(Options* o, OptimConfig* config, char* error) {
     *config = optim_config_of(o);
+    o->preset = config->preset;
     if (!optim_resolve(config, error)) return false;
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
@@ -544,8 +544,8 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: the gradients of `micro_batches` and the update. It queues all work without waiting for the
-// device; the caller reads the scalars. `step` counts from 1. With bad data, of which feeder->error and other ranks'
-// SCALAR_BAD tell, the loss is NaN, so that the step changes nothing.
+// device; the caller reads the scalars. `step` counts from 1. feeder->error, or SCALAR_BAD from another rank, reports
+// bad data; the loss is then NaN and the step changes nothing.
 static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     for (int64_t i = 0; i < micro_batches; i++) {
@@ -832,7 +832,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
 
 // Chooses how the optimizer keeps the tensors, and which part of them is this rank's. False with a sentence in
 // m->error.
-static bool resolve_optim(Options* o, Model* m, OptimConfig* config) {
+[[nodiscard]] static bool resolve_optim(Options* o, Model* m, OptimConfig* config) {
     if (!optim_config_from(o, config, m->error)) return false;
     m->arena.elements = optim_layout(m->arena.tensors, m->arena.count, config);
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
@@ -1010,7 +1010,8 @@ static bool fit_plan(Fit* fit, const Device* card, char* error) {
     const bool releases = m.arena.releases = strcmp(o->release, "on") == 0;
     if (!resolve_optim(o, &m, &config) || !arena_may_part(&m.arena, &config, m.error) ||
         (releases && !arena_may_release(&m.arena, &config, o->clip, 1, 1, m.error))) {
-        return !*error && data_error(error, "%s", m.error);
+        if (!*error) data_error(error, "%s", m.error);
+        return false;
     }
     row->batch = largest_batch(&m, &config, o, 512, card->memory);
     row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
@@ -1040,10 +1041,14 @@ static int fit_main(const Options* asked) {
 static const char* resume_optim(RunFolder* folder) {
     Options* o = folder->options;
     const Json *options = json_get(folder->resumed, "options"), *formats = json_get(folder->resumed, "formats");
-    const bool v = option_given(o, "v"), lr = option_given(o, "lr"), overrides = option_given(o, "override");
-    OptimResume r = {optim_config_of(o), o->lr, v, lr, overrides, options, formats, folder->changed, "", false};
+    OptimResume r = {};
+    r.config = optim_config_of(o), r.lr = o->lr, r.options = options, r.formats = formats, r.changed = folder->changed;
+    r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr"),
+    r.overrides_typed = option_given(o, "override");
+    r.asked = "";
     optim_resume(&r, DEFAULT_DECAY);
-    o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides, folder->changed = r.changed;
+    o->preset = r.config.preset, o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides,
+    folder->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
     if (r.other_rule && !option_given(o, "beta3")) o->of_rule.beta3 = AUTO;
     if (r.other_rule && !option_given(o, "ramp")) o->of_rule.ramp = AUTO;
@@ -1266,6 +1271,7 @@ static int train_main(Options* o, const Launch* launch) {
     const OptimFiles files = optim_file_bytes(&run.config, model.arena.tensors, model.arena.count);
     const int64_t size = o->profile ? 0 : files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
     require(run.dev.imagined || run_folder_open(&run.folder, model.config.V, size), run.folder.error);
+    comm_require_same(launch, run_identity_of_samples(&run.folder), run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);

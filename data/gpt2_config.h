@@ -27,7 +27,7 @@ double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t 
 bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error);
 // Chooses the shape of --model, which is in `folder` or, if that is "", a name, for data of `vocabulary` tokens (0:
 // unknown), or bytes. Options for parts of the shape replace the name's. A folder's positions stay, and --seq must not
-// exceed them. `resumed`: the folder is a checkpoint. Sets these options where they are `auto`.
+// exceed them. `resumed`: the folder is a checkpoint. Sets --layers, --channels, --heads; --model, --seq if `auto`.
 bool gpt2_shape_choose(Options* options, const char* folder, bool resumed, int vocabulary, bool bytes, bool gpu,
                        Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights have type `dtype` (transformers' name). It keeps members of `loaded`, the

@@ -107,6 +107,13 @@ const char* run_identity(RunFolder* run) {
     return text;
 }
 
+const char* run_identity_of_samples(const RunFolder* run) {
+    const Prompts* p = &run->prompts;
+    const uint32_t crc = crc32c(crc32c(0, p->length, 4ll * p->count), p->tokens, 4ll * p->all);
+    return text_kept("--data or --model with%s a tokenizer\1--prompt-file of %d prompts (checksum %08x)\1",
+                     run->samples ? "" : "out", p->count, crc);
+}
+
 static bool step_log(RunFolder* run, const StepReport* step) {
     const Options* o = run->options;
     const RunState* state = &run->state;

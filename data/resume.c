@@ -73,7 +73,7 @@ static bool is_resumable(const RunFolder* run, char* error) {
                run->options->resume, run->checkpoint, shell_word(run->checkpoint));
 }
 
-// Takes the checkpoint in `from`.
+// Takes the checkpoint that the user named.
 static bool take_named(RunFolder* run, char* error) {
     run->resumed = checkpoint_verify(run->checkpoint, false, error);
     return run->resumed ||
@@ -118,7 +118,7 @@ static bool goes_on_in_folder(const RunFolder* run, bool named_itself, char* err
     return true;
 }
 
-// Sets `from` to the checkpoint that the user named. Returns its run folder; NULL with a sentence.
+// Sets `checkpoint` to the one that the user named. Returns its run folder; NULL with a sentence.
 static const char* folder_of_named(RunFolder* run, const char* named, char* error) {
     const int length = (int)strlen(named) - (text_ends(named, "/") && named[1]);
     snprintf(run->checkpoint, RUN_PATH_BYTES, "%.*s", length, named);

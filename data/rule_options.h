@@ -55,7 +55,7 @@ C_LINKAGE_BEGIN
     ROW(REAL, eps2, 1e-3, "eps2", "0.001", 0, 1e38, "F", "rule=adafactor|adafactor8bit|came8bit",                      \
         "least RMS of the weights in --adafactor-lr scaled or paper")                                                  \
     ROW(REAL, beta2_decay, -0.8, "beta2-decay", "-0.8", -100, 0, "F", "rule=adafactor|adafactor8bit",                  \
-        "1 - beta2 is step^F")                                                                                         \
+        "1 - beta2 is step^F; F has up to six decimals")                                                               \
     ROW(REAL, clip_update, 1, "clip-update", "1.0", 0, 1e38, "F", "rule=adafactor|came|adafactor8bit|came8bit",        \
         "largest RMS of an update; 0: any")                                                                            \
     ROW(REAL, limit_growth, 0, "limit-growth", "0", 0, 1e38, "F", "", "largest growth of an update's norm; 0: no limit")

@@ -9,7 +9,6 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#include "checkpoint.h"
 #include "clock.h"
 #include "evaluation.h"
 #include "signals.h"
@@ -72,8 +71,7 @@ static bool tokenizer_take(RunFolder* run) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
-    const bool bytes = run->train_data.bytes && !tokenizer_exists(run->path);
-    if (bytes && !tokenizer_write_bytes(run->path, error)) return false;
+    if (run->train_data.bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
     if (!*sources[0]) return true;
     run->config = json_read(path_in(sources[0], "config.json"), error);
     return run->config != NULL;
@@ -144,8 +142,7 @@ void run_folder_close(RunFolder* run) {
     if (run->text) fclose(run->text);
     dataset_close(&run->train_data), dataset_close(&run->val_data);
     json_free(run->config), json_free(run->resumed);
-    tokenizer_close(run->tokenizer);
-    prompts_close(&run->prompts);
+    tokenizer_close(run->tokenizer), prompts_close(&run->prompts);
 }
 
 void run_say(RunFolder* run, const char* format, ...) {
@@ -231,10 +228,8 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
 // Opens the tokenizer in `folder`, and prints why there are no samples if it does not fit.
 static void tokenizer_begin(RunFolder* run, const char* folder, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
-    const bool bytes = run->train_data.bytes;
-    const bool there = bytes || (*folder && tokenizer_exists(folder));
-    Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : folder, reason) : NULL;
-    run->tokenizer = opened;
+    const bool bytes = run->train_data.bytes, there = bytes || (*folder && tokenizer_exists(folder));
+    Tokenizer* opened = run->tokenizer = there ? tokenizer_open(bytes ? NULL : folder, reason) : NULL;
     if (there && !opened) run_say(run, " notice   %s: no samples\n", reason);
     run->samples =
         opened && tokenizer_encode(opened, "", 0, NULL, 0) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;

@@ -1,6 +1,6 @@
-// The run folder: its name, its lock, log.txt (all that is printed), log.jsonl, config.json and the tokenizer's files.
-// Ranks other than 0 have `quiet` set, and print and write nothing. A function that returns false has written a
-// sentence into `error`.
+// What a run reads and writes: options, data, tokenizer and prompts, and its folder with a lock, log.txt (all that is
+// printed), log.jsonl and config.json. Ranks other than 0 have `quiet` set, and print and write nothing. A function that
+// returns false has written a sentence into `error`.
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
@@ -20,8 +20,8 @@ typedef struct {
     Options* options;
     char checkpoint[RUN_PATH_BYTES];  // from which the run goes on; "": it is new
     Json* resumed;                    // its state.json; NULL: there is none
-    const char* changed;              // since then, for the banner: " --lr 0.1 (was 0.2); the data: ..."; NULL: nothing
-    const char* weights;              // the folder that they come from: the checkpoint, or a model's; or ""
+    const char* changed;  // by the resume, for the banner: " --lr 0.1 (was 0.2); the data: ..."; NULL: nothing
+    const char* weights;  // the folder from which the first weights are read, a checkpoint or a model; "": none
     Dataset train_data, val_data;
     int ranks;
     int64_t parameters;  // of the model
@@ -38,10 +38,10 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would
 // overwrite.
 bool run_folder_free(const char* folder, bool again, char* error);
-// Opens the tokenizer and the prompts before there is a folder, and checks the tasks of --eval, that data and weights
-// have the same tokenizer, and, if this process writes, that the disk has room for the checkpoints, of `size` bytes
-// each (0: none is written), which exist at one time: up to --keep, and one that is being written. If the tokenizer
-// does not fit a model of `vocabulary` tokens, a line says so and --sample-every becomes 0.
+// Opens the tokenizer and the prompts before there is a folder. Checks the tasks of --eval, that data and weights have
+// the same tokenizer and, if this process writes, that the disk has room for --keep checkpoints of `size` bytes (0:
+// none is written) and one more. If the tokenizer does not fit `vocabulary`, a line says so and --sample-every becomes
+// 0.
 bool run_folder_open(RunFolder* run, int vocabulary, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
 // config.json, log.txt, log.jsonl and copies of the tokenizer's files. The first line of log.jsonl has the program;

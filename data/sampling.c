@@ -1,8 +1,6 @@
 #include "sampling.h"
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include "clock.h"
 #include "text.h"
 
 static bool prompts_add(Prompts* prompts, const char* text, const Tokenizer* tokenizer, int V, char* error) {
@@ -10,16 +8,15 @@ static bool prompts_add(Prompts* prompts, const char* text, const Tokenizer* tok
     prompts->text = memory_grow(prompts->text, (size_t)prompts->count * sizeof(char*));
     prompts->length = memory_grow(prompts->length, (size_t)prompts->count * sizeof(int));
     prompts->tokens = memory_grow(prompts->tokens, (size_t)(prompts->all + room) * sizeof(int));
-    prompts->text[at] = text;
-    int *own = prompts->tokens + prompts->all, length = 1;
+    int* own = prompts->tokens + prompts->all;
     own[0] = 0;
-    if (tokenizer) length = tokenizer_prompt(tokenizer, text, V, own, room);
-    for (int i = 0; i < length; i++) {
-        if (own[i] < V || !tokenizer) continue;
-        return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
-                          own[i], V);
+    const int length = tokenizer ? tokenizer_prompt(tokenizer, text, V, own, room) : 1;
+    for (int i = 0; i < length && tokenizer; i++) {
+        if (own[i] >= V)
+            return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
+                              own[i], V);
     }
-    prompts->length[at] = length, prompts->all += length;
+    prompts->text[at] = text, prompts->length[at] = length, prompts->all += length;
     if (length > 0) return true;
     return data_error(error, tokenizer_encode(tokenizer, "", 0, NULL, 0) < 0
                                  ? "the prompt cannot be encoded without merges.txt; put it beside vocab.json"

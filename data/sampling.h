@@ -10,8 +10,8 @@ typedef struct {
     int count, all;  // prompts, and their tokens
 } Prompts;
 
-// Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for `each` samples of each prompt. V:
-// the model's vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
+// Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for a model with a vocabulary of V.
+// Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
 void prompts_close(Prompts* prompts);
 

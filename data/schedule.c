@@ -4,8 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include "errors.h"
-#include "memory.h"
 #include "text.h"
 
 bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error) {
@@ -86,9 +84,8 @@ long long default_tokens_per_step(const Options* o, int64_t epoch) {
 }
 
 const char* default_preset(const Options* o) {
-    const bool typed =
-        option_given(o, "rule") || option_given(o, "weights") || option_given(o, "m") || option_given(o, "v");
-    return strcmp(o->preset, "auto") != 0 ? o->preset : typed || !gpt2_named(o->model) ? "adamw32" : "muon";
+    if (*o->preset && strcmp(o->preset, "auto") != 0) return o->preset;
+    return *o->rule || *o->weights || *o->m || *o->v || !gpt2_named(o->model) ? "adamw32" : "muon";
 }
 
 static bool is_muon(const Options* o) {

@@ -28,8 +28,8 @@ long long default_tokens_per_step(const Options* options, int64_t epoch);
 // Replaces every other `auto`. rate: the rule's learning rate over adamw's; trained: the weights come from
 // --model DIR; windows: sequences in the data. Refuses a rate of 0, and a --warmup longer than what is left for it.
 bool defaults_choose(Options* options, double rate, bool trained, bool gpu, int64_t windows, char* error);
-// Returns --preset: if it is auto, muon, which reaches the lowest loss; adamw32 if the rule or a format was typed, and
-// for a trained model, since muon suits what muon has trained.
+// Returns --preset: if it is auto or "", muon, which reaches the lowest loss; adamw32 if a rule or format is set, and
+// for a trained model, which muon suits only if muon has trained it.
 const char* default_preset(const Options* options);
 #define DEFAULT_DECAY "; wte|wpe: wd=0.05"
 // Returns --override, with the decay of embeddings beside muon if --weight-decay is auto and none is named.

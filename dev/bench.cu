@@ -195,7 +195,7 @@ static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* 
     m->dev = dev;
     const bool bytes = strcmp(o->data_format, "bytes") == 0;
     resolve_model(o, m, bytes ? 256 : 50257, bytes, "", false);
-    resolve_optim(o, m, config);
+    require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, 1 << 20);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);

@@ -41,7 +41,7 @@ struct SymmetricShape {
     int symmetric;
     int down, across;  // rows of tiles, and whole tiles in a row, of a result that is not symmetric
     int whole, half;   // tiles of a matrix: of SP_COLUMNS columns, and of the left SP_HALF of these
-    int tiles;         // of all matrices: first all whole ones; halves last, for blocks that would have none
+    int tiles;         // of all matrices: half tiles come last, so that they fill the last wave of thread blocks
 };
 
 struct SymmetricTile {

@@ -65,7 +65,7 @@ inline HyperSource hyper_source(const OptimConfig* config, const Settings* setti
     HyperSource from = {};
     from.beta1 = (float)config->beta1, from.beta2 = (float)config->beta2, from.beta3 = (float)config->beta3;
     from.alpha = (float)config->alpha, from.eps = (float)config->eps, from.lr_max = config->lr_max;
-    from.beta2_decay = round(1e6 * config->beta2_decay) / 1e6;  // the number with six digits that fp32 has rounded
+    from.beta2_decay = round(1e6 * config->beta2_decay) / 1e6;  // fp32 made -0.8 into -0.800000012; round it back
     from.ramp = config->ramp, from.momentum_warmup = config->momentum_warmup;
     from.settings = *settings, from.rows = rule->rows, from.grows = rule->grows;
     from.independent = strcmp(config->decay_mode, "independent") == 0;

@@ -122,7 +122,7 @@ TEST(matrix_room) {
     plan_free(plan);
 }
 
-// A launch's tiles are each square of 128 that it must compute, once, and no other.
+// A launch's tiles are each square of 128 that it must compute, once, and no other; half tiles come last.
 TEST(symmetric_tiles_are_each_square_once) {
     static int seen[2][40][80];
     const int64_t sizes[][3] = {{768, 768, 1},  {1600, 1600, 1}, {128, 128, 1},  {136, 136, 1}, {520, 520, 1},
@@ -134,6 +134,7 @@ TEST(symmetric_tiles_are_each_square_once) {
         memset(seen, 0, sizeof(seen));
         for (int k = 0; k < tiles; k++) {
             const SymmetricTile t = gemm_tile(k, s);
+            expect((t.half != 0) == (k >= 2 * s.whole), "tile %d of %d, %d of them whole", k, tiles, 2 * s.whole);
             for (int i = 0; i < (t.half ? 1 : 2); i++) seen[t.matrix][t.row / 128][t.column / 128 + i]++;
         }
         for (int i = 0; i < 2 * down * across; i++) {

@@ -153,6 +153,7 @@ inline void stand_in_exchange(const Comm* comm, const Link* link, const CommPiec
     const int64_t room = (int64_t)most, bytes = link->world * room;
     char *own = (char*)memory_zero((size_t)bytes + 1, 1), *all = (char*)memory_take((size_t)(comm->world * bytes) + 1);
     for (int r = 0; r < link->world; r++) {
+        assert(r == link->rank || sends[r].bytes <= room);  // otherwise the ranks have called different functions
         if (r != link->rank && sends[r].bytes > 0) memcpy(own + r * room, sends[r].data, (size_t)sends[r].bytes);
     }
     launch_gather(comm->launch, own, bytes, all);
