@@ -21,7 +21,7 @@ enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
 // The choices that make a test's model.
 struct Setup {
-    Gpt2Shape config;
+    Gpt2Shape shape;
     int B, T;
     OptimType type;
     bool grads_bf16;
@@ -45,15 +45,15 @@ static OptimConfig setup_optim(const Setup* s) {
 static void model_shape(Model* m, const Device* dev, const Setup* s) {
     *m = {};
     m->dev = dev;
-    m->config = s->config;
+    m->shape = s->shape;
     m->B = s->B, m->T = s->T;
     m->arena.type = s->type, m->arena.grads_bf16 = s->grads_bf16;
     m->recomputes_gelu = s->recompute == RECOMPUTE_GELU;
-    m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->config.L - s->kept_blocks : 0;
+    m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->shape.L - s->kept_blocks : 0;
     m->spills = s->spills;
     m->uses_fp8 = s->fp8;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
-    config_tensors(m);
+    shape_tensors(m);
 }
 
 static void model_open(Model* m, const Device* dev, const Setup* s) {
@@ -91,7 +91,7 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
     const int n = m->B * m->T;
     std::vector<int> order(n), bucket(2 * (n + 1));
-    const int buckets = list_by_token(tokens, n, m->config.V, order.data(), bucket.data());
+    const int buckets = list_by_token(tokens, n, m->shape.V, order.data(), bucket.data());
     copy_to_device(m->dev, m->input.tokens, tokens, n * sizeof(int));
     copy_to_device(m->dev, m->input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, m->input.order, order.data(), n * sizeof(int));
@@ -179,7 +179,7 @@ static void expect_gradients(Test* test, const char* what, const Model* m, const
     note_multiple(test, what, worst);
     const OptimTensor* wte = &m->arena.tensors[WTE];
     double padding = 0;
-    for (int64_t i = (int64_t)m->config.V * wte->cols; i < wte->rows * wte->cols; i++) {
+    for (int64_t i = (int64_t)m->shape.V * wte->cols; i < wte->rows * wte->cols; i++) {
         padding += fabs(got[wte->offset + i]);
     }
     expect(padding == 0, "%s: the padding of the vocabulary has a gradient", what);
@@ -188,7 +188,7 @@ static void expect_gradients(Test* test, const char* what, const Model* m, const
 // The golden file: a small GPT-2 with loss, gradients and five AdamW steps as PyTorch computes them in float64.
 
 static const char GOLDEN[] = "dev/reference/golden.safetensors";
-static const Gpt2Shape GOLDEN_CONFIG = {2, 128, 2, 32, 250, 256};
+static const Gpt2Shape GOLDEN_SHAPE = {2, 128, 2, 32, 250, 256};
 constexpr int GOLDEN_B = 2, GOLDEN_T = 24;
 
 static double golden_double(const Safetensors* file, const char* name, int i) {
@@ -219,7 +219,7 @@ static bool golden_gradient(const Safetensors* file, const Model* m, int t, floa
     const char* name = formatted("grad.transformer.%s", tensor->name);
     const SafetensorsTensor* found = safetensors_find(file, name);
     if (!found) return false;
-    int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
+    int64_t rows = t == WTE ? m->shape.V : tensor->rows, cols = tensor->cols;
     bool transposed = tensor->rows > 1 && strstr(tensor->name, ".c_");
     const float* data = (const float*)tensor_data(file, found);
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -232,7 +232,7 @@ static bool golden_gradient(const Safetensors* file, const Model* m, int t, floa
 static void check_golden(Test* test, const Device* dev, OptimType type, bool grads_bf16) {
     Safetensors file;
     expect(safetensors_open(&file, GOLDEN, error), "%s", error);
-    Setup setup = {GOLDEN_CONFIG, GOLDEN_B, GOLDEN_T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+    Setup setup = {GOLDEN_SHAPE, GOLDEN_B, GOLDEN_T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
     constexpr int N = GOLDEN_B * GOLDEN_T;
     int tokens[N], targets[N];
     memcpy(tokens, tensor_data(&file, safetensors_find(&file, "golden.tokens")), sizeof(tokens));
@@ -240,7 +240,7 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     TestModel m(dev, &setup);
     golden_weights(&m);
     const char* what = type == OPTIM_FP32 ? "fp32" : grads_bf16 ? "bf16" : "bf16 with fp32 gradients";
-    double bound = gradient_bound(&m.config, N, GOLDEN_T, type), want = golden_double(&file, "golden.loss", 0),
+    double bound = gradient_bound(&m.shape, N, GOLDEN_T, type), want = golden_double(&file, "golden.loss", 0),
            worst = 0;
     double losses = loss_bound(bound, N, want);
     feed(&m, tokens, targets, true, 1.0f);
@@ -249,7 +249,7 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     int compared = 0;
     for (int t = 0; t < m.arena.count; t++) {
         if (!golden_gradient(&file, &m, t, stored.data())) continue;
-        int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
+        int64_t n = (t == WTE ? m.shape.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
         double multiple =
             expect_norm(test, what, m.arena.tensors[t].name, &got[m.arena.tensors[t].offset], stored.data(), n, bound);
         if (multiple > worst) worst = multiple;
@@ -285,7 +285,7 @@ TEST_BOTH(model_golden) {
 
 constexpr int SMALL_B = 4;
 struct Small {
-    Gpt2Shape config;
+    Gpt2Shape shape;
     int T;
 };
 static const Small SMALL[] = {
@@ -298,8 +298,8 @@ static Floats small_gradients(const Device* dev, const Setup* s, double* loss) {
     for (int i = 0; i < n; i++) {
         // Small tokens often, as in text: some buckets are long, most are empty.
         float a = test_uniform(3, i), b = test_uniform(4, i);
-        tokens[i] = (int)(fabsf(a * a * a) * (float)s->config.V);
-        targets[i] = (int)((b * 0.5f + 0.5f) * (float)s->config.V);
+        tokens[i] = (int)(fabsf(a * a * a) * (float)s->shape.V);
+        targets[i] = (int)((b * 0.5f + 0.5f) * (float)s->shape.V);
     }
     TestModel m(dev, s);
     model_init(&m, 11);
@@ -311,7 +311,7 @@ static Floats small_gradients(const Device* dev, const Setup* s, double* loss) {
 }
 
 static Setup small_setup(const Small* small, OptimType type, bool grads_bf16) {
-    return {small->config, SMALL_B, small->T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
+    return {small->shape, SMALL_B, small->T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
 }
 
 // Loss and gradients of one way to compute against another's.
@@ -329,7 +329,7 @@ static void check_against(Test* test, const char* what, const Device* dev, const
 static void check_same_result(Test* test, const Device* dev, OptimType type) {
     for (const Small& small : SMALL) {
         Setup setup = small_setup(&small, type, false);
-        double loss, other_loss, bound = gradient_bound(&small.config, SMALL_B * small.T, small.T, type);
+        double loss, other_loss, bound = gradient_bound(&small.shape, SMALL_B * small.T, small.T, type);
         Floats want = small_gradients(dev, &setup, &loss);
         for (Recompute recompute : {RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
             Setup other = setup;
@@ -371,11 +371,11 @@ TEST(model_cpu_gpu) {
         Setup setup = small_setup(&small, OPTIM_FP32, false);
         Floats want = small_gradients(&cpu, &setup, &loss);
         int rows = SMALL_B * small.T;
-        check_against(test, "fp32", &gpu, &setup, want, loss, gradient_bound(&small.config, rows, small.T, OPTIM_FP32));
+        check_against(test, "fp32", &gpu, &setup, want, loss, gradient_bound(&small.shape, rows, small.T, OPTIM_FP32));
         for (bool grads_bf16 : {false, true}) {
             setup = small_setup(&small, OPTIM_BF16, grads_bf16);
             check_against(test, grads_bf16 ? "bf16" : "bf16 with fp32 gradients", &gpu, &setup, want, loss,
-                          gradient_bound(&small.config, rows, small.T, OPTIM_BF16));
+                          gradient_bound(&small.shape, rows, small.T, OPTIM_BF16));
         }
     }
 }
@@ -476,11 +476,11 @@ TEST(model_init) {
     for (int t = 0; t < first.arena.count; t++) {
         const OptimTensor* tensor = &first.arena.tensors[t];
         const float *w = &values[tensor->offset], *o = &seeded[tensor->offset];
-        int64_t n = (t == WTE ? first.config.V : tensor->rows) * tensor->cols;
+        int64_t n = (t == WTE ? first.shape.V : tensor->rows) * tensor->cols;
         for (int64_t i = n; i < tensor->rows * tensor->cols; i++) expect(w[i] == 0, "padding of wte is %g", w[i]);
         if (tensor->rows > 1) {
             bool residual = strstr(tensor->name, "c_proj") != nullptr;
-            expect_normal(test, tensor->name, w, n, residual ? 0.02 / sqrt(2.0 * first.config.L) : 0.02);
+            expect_normal(test, tensor->name, w, n, residual ? 0.02 / sqrt(2.0 * first.shape.L) : 0.02);
             int64_t same = 0;
             for (int64_t i = 0; i < n; i++) same += w[i] == o[i];
             expect(same < n / 1000, "%s: %lld of %lld values do not depend on the seed", tensor->name, (long long)same,

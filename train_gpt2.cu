@@ -82,7 +82,7 @@ constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TEN
 
 struct Model {
     const Device* dev;
-    Gpt2Shape config;
+    Gpt2Shape shape;
     int B, T;                 // sequences and tokens of a sequence in one micro-batch
     bool recomputes_gelu;     // of every block, in the backward pass
     int recomputed;           // blocks, from the first on, that the backward pass computes again
@@ -118,8 +118,8 @@ static int weight_tensor(int l, int matrix) {
     return FIRST_BLOCK + l * BLOCK_TENSORS + at[matrix];
 }
 
-static void config_tensors(Model* model) {
-    const Gpt2Shape* c = &model->config;
+static void shape_tensors(Model* model) {
+    const Gpt2Shape* c = &model->shape;
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
@@ -177,9 +177,9 @@ struct Activations {
 
 template <typename X>
 static int64_t scratch_bytes(const Model* m) {
-    const int C = m->config.C;
+    const int C = m->shape.C;
     const int64_t N = (int64_t)m->B * m->T;
-    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->config.NH),
+    return std::max({attention_backward_scratch_bytes(m->dev, m->B, m->T, C, m->shape.NH),
                      layernorm_backward_scratch_bytes<X>(m->dev, C), matmul_backward_bias_scratch_bytes(m->dev, 3 * C),
                      matmul_backward_gelu_scratch_bytes(m->dev, N, 4 * C),
                      m->uses_fp8 ? fp8_scratch_bytes(m->dev, N, 4 * C) : 0});
@@ -194,7 +194,7 @@ static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
 
 template <typename X, typename G>
 static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
-    norm->C = m->config.C;
+    norm->C = m->shape.C;
     tensor_at(m, t, &norm->weight, &norm->dweight);
     tensor_at(m, t + 1, &norm->bias, &norm->dbias);
 }
@@ -217,13 +217,13 @@ static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, i
 template <typename X, typename G>
 static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G>* first, int l, bool fp8) {
     Block<X, G> b = {};
-    const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
+    const int64_t N = (int64_t)m->B * m->T, C = m->shape.C;
     const bool shares_gelu = l > 0 && m->recomputes_gelu;
     Operand<X>*ln1 = &b.qkv.inp, *attention = &b.attproj.inp, *ln2 = &b.fc.inp, *gelu = &b.fcproj.inp;
     b.ln1.mean = layout_take<float>(layout, N), b.ln1.rstd = layout_take<float>(layout, N);
     ln1->values = fp8 && l > 0 ? first->qkv.inp.values : layout_take<X>(layout, N * C);
     b.qkv_out = layout_take<X>(layout, N * 3 * C);
-    b.lse = layout_take<float>(layout, N * m->config.NH);
+    b.lse = layout_take<float>(layout, N * m->shape.NH);
     attention->values = layout_take<X>(layout, N * C);
     b.residual2 = layout_take<X>(layout, N * C);
     b.ln2.mean = layout_take<float>(layout, N), b.ln2.rstd = layout_take<float>(layout, N);
@@ -239,7 +239,7 @@ static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G
 // Sets the parameters of block l, and what its products read.
 template <typename X, typename G>
 static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
-    const int C = m->config.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
+    const int C = m->shape.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
     const Fp8Use* use = &a->fp8;
     const Fp8Made makes = use->producers_make;
     norm_at(m, t, &b->ln1);
@@ -258,8 +258,8 @@ template <typename X, typename G>
 static Activations<X, G> activations_of(const Model* m, void* base, bool train) {
     Activations<X, G> a = {};
     Layout layout = {(char*)base, 0};
-    const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
-    const int L = m->config.L, sharing = train ? m->recomputed + 1 : L;  // blocks, from the first on, that share arrays
+    const int64_t N = (int64_t)m->B * m->T, C = m->shape.C, rows = m->logit_rows, Vp = m->shape.Vp;
+    const int L = m->shape.L, sharing = train ? m->recomputed + 1 : L;  // blocks, from the first on, that share arrays
     const bool fp8 = train && m->uses_fp8;
     a.B = m->B, a.T = m->T, a.N = N;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
@@ -306,7 +306,7 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l) {
     const Block<X, G>* b = &a->block[l];
     linear_forward(named(dev, "qkv"), b->qkv_out, &b->qkv, a->N);
     attention_forward(named(dev, "attention forward"), b->attproj.inp.values, b->lse, b->qkv_out, a->B, a->T,
-                      m->config.C, m->config.NH);
+                      m->shape.C, m->shape.NH);
     linear_forward(named(dev, "attention projection"), a->branch, &b->attproj, a->N);
     norm_forward(dev, &b->fc.inp, &b->ln2, a->N, a->residual[l], a->branch, b->residual2);
     linear_forward(named(dev, "fc + gelu"), b->pre_gelu, &b->fc, a->N, &b->fcproj.inp);
@@ -316,9 +316,9 @@ static void block_forward(const Model* m, Activations<X, G>* a, int l) {
 template <typename X, typename G>
 static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens) {
     const Device* dev = m->dev;
-    const int L = m->config.L;
+    const int L = m->shape.L;
     arena_need(&m->arena, part_embeddings(L));
-    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->config.C);
+    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, a->wte, a->wpe, a->B, a->T, m->shape.C);
     spill_out(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0, 1);
     Block<X, G>* b = a->block;
@@ -339,8 +339,8 @@ static void gpt2_forward(const Model* m, Activations<X, G>* a, const int* tokens
 template <typename X, typename G>
 static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets, bool backward, float dloss) {
     const Device* dev = m->dev;
-    arena_need(&m->arena, part_embeddings(m->config.L));
-    int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
+    arena_need(&m->arena, part_embeddings(m->shape.L));
+    int L = m->shape.L, C = m->shape.C, V = m->shape.V, Vp = m->shape.Vp;
     X* lnf = a->block[L].qkv.inp.values;
     Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
                                               m->dwte_sum, dloss, C, Vp);
@@ -381,7 +381,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
     linear_backward(named(dev, "d attention projection"), a->dbranch, &b->attproj, N, adds);
     arena_before_attention(&m->arena);
     attention_backward(named(dev, "attention backward"), a->dwide, b->qkv.dbias, a->scratch, a->dbranch, b->qkv_out,
-                       b->attproj.inp.values, b->lse, a->B, a->T, m->config.C, m->config.NH, adds,
+                       b->attproj.inp.values, b->lse, a->B, a->T, m->shape.C, m->shape.NH, adds,
                        operand_codes(&b->qkv.dout));
     linear_backward(named(dev, "d qkv"), a->dbranch, &b->qkv, N, adds);
 }
@@ -392,7 +392,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
 template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
     const Device* dev = m->dev;
-    const int L = m->config.L, C = m->config.C;
+    const int L = m->shape.L, C = m->shape.C;
     device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
     for (int l = L; l >= 0; l--) {
         if (l < L) block_backward(m, a, l);
@@ -403,7 +403,7 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
         arena_layer_end(&m->arena, l < L ? l : part_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
-                             m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->config.Vp, a->adds);
+                             m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->shape.Vp, a->adds);
     arena_layer_end(&m->arena, part_embeddings(L));
 }
 
@@ -438,15 +438,15 @@ static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBat
     a.B = batch->B, a.T = batch->T, a.N = (int64_t)a.B * a.T;
     copy_to_device(m->dev, input->tokens, pass->tokens, a.N * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens);
-    arena_need(&m->arena, part_embeddings(m->config.L));
-    score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->config.L].qkv.inp.values, a.wte, pass->places,
-                    pass->targets, pass->count, &room, m->config.C, m->config.V, m->config.Vp);
+    arena_need(&m->arena, part_embeddings(m->shape.L));
+    score_places<X>(m->dev, pass->losses, pass->likeliest, a.block[m->shape.L].qkv.inp.values, a.wte, pass->places,
+                    pass->targets, pass->count, &room, m->shape.C, m->shape.V, m->shape.Vp);
 }
 
 // Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
-    return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
+    return {m->shape.L, m->shape.C, m->shape.NH, m->shape.V, m->shape.Vp, m->T};
 }
 
 // Bytes for passes forward and, with `backward`, for training and for sampling one text (see sample).
@@ -463,16 +463,16 @@ static int64_t activations_bytes(const Model* m, bool backward) {
 
 // Bytes of the residual stream at one place.
 static int64_t residual_bytes(const Model* m) {
-    return (int64_t)m->B * m->T * m->config.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
+    return (int64_t)m->B * m->T * m->shape.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
 }
 
 static int64_t wte_sum_bytes(const Model* m) {
-    return m->arena.grads_bf16 ? (int64_t)m->config.Vp * m->config.C * (int64_t)sizeof(float) : 0;
+    return m->arena.grads_bf16 ? (int64_t)m->shape.Vp * m->shape.C * (int64_t)sizeof(float) : 0;
 }
 
 static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     MemoryPlan plan = arena_bytes(&m->arena, config);
-    if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
+    if (m->spills) plan.host += spill_bytes(m->shape.L, residual_bytes(m));
     plan.grads += wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
     plan.other += input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
@@ -496,7 +496,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
-    if (config && m->spills) spill_open(&m->spill, m->dev, m->config.L, residual_bytes(m));
+    if (config && m->spills) spill_open(&m->spill, m->dev, m->shape.L, residual_bytes(m));
 }
 
 static void model_free(Model* m) {
@@ -531,7 +531,7 @@ static void model_init(Model* m, uint64_t seed) {
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
         const ModelTensor* tensor = &m->stored[t];
-        const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
+        const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
         const bool vector = tensor->rows == 1;
         arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f,
@@ -636,7 +636,7 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 
 // Scores one task of --eval and reports its figures. Ranks take batches in turn, as many each, and add their scores;
 // all call it. Returns false, and reports nothing, if a signal stops them.
-static bool evaluate_task(Model* m, const char* name, RunFolder* run, FILE* out) {
+static bool evaluate_task(Model* m, const char* name, RunFolder* folder, FILE* out) {
     const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
@@ -644,7 +644,7 @@ static bool evaluate_task(Model* m, const char* name, RunFolder* run, FILE* out)
     double told = began;
     Evaluation task;
     EvaluationPass pass;
-    require(evaluation_open(&task, name, run->tokenizer, m->error), m->error);
+    require(evaluation_open(&task, name, folder->tokenizer, m->error), m->error);
     require(evaluation_begin(&pass, &task, m->T, tokens, m->error), m->error);
     bool stopped = false;
     for (int i = 0; i < pass.batches && !stopped; i += world) {
@@ -658,21 +658,21 @@ static bool evaluate_task(Model* m, const char* name, RunFolder* run, FILE* out)
     }
     launch_all_reduce(m->launch, &pass.scores->sum, 2 * task.rows, LAUNCH_SUM);
     const bool reports = rank == 0 && !stopped;
-    require(!reports || report_evaluation(run, &pass, out, seconds_now() - began), run->error);
+    require(!reports || report_evaluation(folder, &pass, out, seconds_now() - began), folder->error);
     evaluation_end(&pass);
     evaluation_close(&task);
     return !stopped;
 }
 
 // Scores the tasks of --eval, which evaluation_check has seen. All ranks call it.
-static void evaluate(Model* m, RunFolder* run) {
-    const Options* o = run->options;
-    if (*run->path) signals_doing("this batch of the evaluation");
+static void evaluate(Model* m, RunFolder* folder) {
+    const Options* o = folder->options;
+    if (*folder->path) signals_doing("this batch of the evaluation");
     FILE* out = nullptr;
     require(m->launch->rank > 0 || evaluation_out(&out, o->eval_out, m->error), m->error);
     bool goes_on = true;
     for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
-        goes_on = evaluate_task(m, name, run, out);
+        goes_on = evaluate_task(m, name, folder, out);
     }
     if (out) fclose(out);
 }
@@ -728,7 +728,7 @@ static void checkpoint_read(Run* run) {
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, m->error);
-    const int head = fp8_slot(m->config.L, QKV);
+    const int head = fp8_slot(m->shape.L, QKV);
     if (found) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
                                      (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
@@ -781,7 +781,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     RunFolder* folder = &run->folder;
     char* formats = optim_saved_formats(&run->config);
     const int end = folder->tokenizer ? tokenizer_end(folder->tokenizer) : -1;
-    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->config, folder->config, end};
+    const CheckpointFacts facts = {&folder->state, run->options, &run->asked, formats, m->shape, folder->config, end};
     CheckpointWriter writer = {};
     const bool sends = m->launch->rank == 0 || shard_splits(m->arena.shard, SHARD_STATES);
     bool ok = !sends || checkpoint_write_arrays(run, &writer);
@@ -824,10 +824,10 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
-    require(gpt2_shape_choose(o, folder, resumed, vocabulary, bytes, gpu, &m->config, m->error), m->error);
+    require(gpt2_shape_choose(o, folder, resumed, vocabulary, bytes, gpu, &m->shape, m->error), m->error);
     m->T = (int)o->seq;
     m->recomputed = strcmp(o->recompute, "block") != 0 ? 0 : (int)std::max(o->layers - o->kept_blocks, 0ll);
-    config_tensors(m);
+    shape_tensors(m);
 }
 
 // Chooses how the optimizer keeps the tensors, and which part of them is this rank's. False with a sentence in
@@ -856,7 +856,7 @@ static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const O
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
-    if (block) m.recomputes_gelu = false, m.recomputed = m.config.L - 1;
+    if (block) m.recomputes_gelu = false, m.recomputed = m.shape.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, config);
 }
@@ -966,7 +966,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
         run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
                 comm_describe(&m->arena.shard->comm), o->shard, o->grads);
     }
-    report_data(folder, m->config.V);
+    report_data(folder, m->shape.V);
     optim_describe(&run->config, text, sizeof(text));
     report_training(folder, text);
     report_memory(folder, plan, available_to(m));
@@ -1179,32 +1179,33 @@ static void train(Run* run) {
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
-    static RunFolder run;  // there is none, but for the tokenizer and the prompts
+    static RunFolder folder;  // has options, tokenizer and prompts alone: there is no folder
     Device dev;
     Model m = {};
-    const char* folder = checkpoint_model(&o->model, true, m.error);
-    require(folder != nullptr, m.error);
+    const char* path = checkpoint_model(&o->model, true, m.error);
+    require(path != nullptr, m.error);
     m.dev = &dev, m.launch = samples ? &LAUNCH_ALONE : launch;
     device_choose(&dev, o->device, m.launch, o->gpus);
-    resolve_model(o, &m, 0, false, folder, false);
+    resolve_model(o, &m, 0, false, path, false);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    run.options = o, run.tokenizer = tokenizer_open_for(folder, m.config.V, m.error);
-    if (!run.tokenizer) user_error("--model %s: %s", o->model, m.error);
+    folder.options = o, folder.tokenizer = tokenizer_open_for(path, m.shape.V, m.error);
+    if (!folder.tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
-    model_read(&m, folder);
+    model_read(&m, path);
     if (samples) {
-        require(prompts_open(&run.prompts, o->sample, o->prompt_file, run.tokenizer, m.config.V, m.error), m.error);
-        if (!sample(&m, &run, stdout)) {
+        require(prompts_open(&folder.prompts, o->sample, o->prompt_file, folder.tokenizer, m.shape.V, m.error),
+                m.error);
+        if (!sample(&m, &folder, stdout)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
         require_stdout();
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, run.tokenizer, m.config.V, o->eval_out, m.error), m.error);
-        evaluate(&m, &run);
+        require(evaluation_check(o->eval, folder.tokenizer, m.shape.V, o->eval_out, m.error), m.error);
+        evaluate(&m, &folder);
     }
-    run_folder_close(&run);
+    run_folder_close(&folder);
     model_free(&m);
     device_close(&dev);
     return 0;
@@ -1256,7 +1257,7 @@ static int train_main(Options* o, const Launch* launch) {
     comm_require_same(launch, run_identity(&run.folder), run.folder.error);
     resume_state(&run.folder);
     MemoryPlan plan = memory_plan(run.model, &run.config);
-    run.step.flops = gpt2_flops(model.parameters, model.config.L, model.config.C, model.T), run.step.gpu = run.dev.gpu;
+    run.step.flops = gpt2_flops(model.parameters, model.shape.L, model.shape.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
@@ -1270,7 +1271,7 @@ static int train_main(Options* o, const Launch* launch) {
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, model.arena.tensors, model.arena.count);
     const int64_t size = o->profile ? 0 : files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined || run_folder_open(&run.folder, model.config.V, size), run.folder.error);
+    require(run.dev.imagined || run_folder_open(&run.folder, model.shape.V, size), run.folder.error);
     comm_require_same(launch, run_identity_of_samples(&run.folder), run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);

@@ -101,7 +101,7 @@ struct Operators {
     Activations<bf16, G> act = activations_of<bf16, G>(m, m->activations, true);
     Block<bf16, G>* b = &act.block[0];
     const Fp8Use* use = &act.fp8;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, V = m->config.V, Vp = m->config.Vp;
+    int B = m->B, T = m->T, C = m->shape.C, L = m->shape.L, NH = m->shape.NH, V = m->shape.V, Vp = m->shape.Vp;
     int64_t N = (int64_t)B * T, rows = m->logit_rows;
     double NC = (double)N * C, n = mb * L, chunks = mb * (double)ceil_div(N, rows);  // n: blocks of all micro-batches
 
@@ -257,7 +257,7 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     int descriptor = mkstemps(path, 4);
     if (descriptor < 0) user_error("bench: %s cannot be made: %s", path, strerror(errno));
     close(descriptor);
-    write_shard(path, 16 * batch * m.T + 1, m.config.V);
+    write_shard(path, 16 * batch * m.T + 1, m.shape.V);
     Dataset data;
     if (!dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
@@ -276,7 +276,7 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
         "%.0f tokens/s",
         o.model, 1e-6 * (double)m.parameters, o.preset, o.matmul, o.head, (long long)batch, m.T,
         (long long)micro_batches, o.grads, median, times.ms[0], times.ms[STEPS - 1], STEPS, rate);
-    if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.config.L, m.config.C, m.T) / peak);
+    if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.shape.L, m.shape.C, m.T) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, %.1f planned, release %s, loss %.3f\n", queued,
            clock, (double)(total - available) / (1 << 30), planned, o.release, loss);
     Account account = {dev, ceilings, median, 0, 0, false};

@@ -162,8 +162,8 @@ static Size size_of(const char* name) {
     }
     bool large = strcmp(name, "1558m") == 0;
     if (!large && strcmp(name, "124m") != 0) user_error("--sizes %s: type 1g, 1558m or 124m", name);
-    m->config = large ? Gpt2Shape{48, 1600, 25, 1024, 50257, 50304} : Gpt2Shape{12, 768, 12, 1024, 50257, 50304};
-    config_tensors(m);
+    m->shape = large ? Gpt2Shape{48, 1600, 25, 1024, 50257, 50304} : Gpt2Shape{12, 768, 12, 1024, 50257, 50304};
+    shape_tensors(m);
     return size;
 }
 

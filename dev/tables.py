@@ -75,18 +75,24 @@ def runs(name, file="runs.jsonl"):
     return found
 
 
-def md(path, after, begin):
-    """Returns the cells of the row that begins so, in the first table behind the text `after`."""
+def md(path, after, begin, columns):
+    """Returns the cells, `columns` or more, of the row that begins so, in the first table behind the text `after`."""
     text = (ROOT / path).read_text()
     table = re.search(r"^(\|.*\n)+", text[text.index(after) :], re.M) if after in text else None
     for line in table.group().splitlines() if table else ():
         if line.startswith("| " + begin):
-            return [cell.strip() for cell in line[1:-1].split("|")]
+            cells = [cell.strip() for cell in line[1:-1].split("|")]
+            if len(cells) < columns:
+                raise Problem(f"{path}: the row {begin!r} has {len(cells)} cells, and dev/tables.py reads {columns}")
+            return cells
     raise Problem(f"{path} has no row {begin!r} behind {after!r}")
 
 
 def number(text):
-    return float(re.search(r"-?[\d,]*\.?\d+", text).group().replace(",", ""))
+    found = re.search(r"-?[\d,]*\.?\d+", text)
+    if not found:
+        raise Problem(f"the results have {text!r} where dev/tables.py reads a number; write the number there again")
+    return float(found.group().replace(",", ""))
 
 
 @cache
@@ -122,8 +128,8 @@ def cost(name, configuration, sign="+"):
 
 def pairs(name, configuration, other):
     """Returns the differences of the final losses of two configurations, one a seed that both have."""
-    mine, its = runs(name)[configuration], runs(name)[other]
-    return [mine[seed]["final_loss"] - its[seed]["final_loss"] for seed in sorted(mine) if seed in its]
+    mine, base = runs(name)[configuration], runs(name)[other]
+    return [mine[seed]["final_loss"] - base[seed]["final_loss"] for seed in sorted(mine) if seed in base]
 
 
 def loss(name, configuration):
@@ -132,8 +138,8 @@ def loss(name, configuration):
 
 def track(name):
     """Returns the runs of five minutes of a configuration, ours or llm.c's, in the order of their seeds."""
-    its = runs("gpt2_track", "llmc.jsonl" if name.startswith("llm.c") else "runs.jsonl")[name]
-    return [its[seed] for seed in sorted(its)]
+    found = runs("gpt2_track", "llmc.jsonl" if name.startswith("llm.c") else "runs.jsonl")[name]
+    return [found[seed] for seed in sorted(found)]
 
 
 def tokens(run):
@@ -165,8 +171,8 @@ def muon_preset(name):
     weights = float(listed("--list-formats", "--weights")[listed("--list-presets")[name][1]][2])
     base, found = study("d6_muon")["adamw32"], pairs("d6_muon", name, "adamw32")
     error = float(base["standard_error"]) * math.sqrt(int(base["pairs"]) / len(found))  # pairs scatter by the pooled sd
-    its = f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}"
-    return [f"{size(weights)} + {size(bytes_held - weights)}", its, str(len(found))]
+    difference = f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}"
+    return [f"{size(weights)} + {size(bytes_held - weights)}", difference, str(len(found))]
 
 
 def best_of_rules():
@@ -177,7 +183,7 @@ def best_of_rules():
         if row["final_loss"] and re.fullmatch(r"[\d.]+", rate):
             found.setdefault(rule, []).append((float(row["final_loss"]), rate))
     best = {}
-    for rule, (low, rate) in ((rule, min(its)) for rule, its in found.items() if len(its) > 2):
+    for rule, (low, rate) in ((rule, min(rates)) for rule, rates in found.items() if len(rates) > 2):
         name, _, more = rule.partition(" ")
         best[f"`{name}`" + f", {more}" * bool(more) + " |"] = [rounded(low, 3), rate]
     return best
@@ -185,11 +191,11 @@ def best_of_rules():
 
 def speeds():
     """Returns the two tables of kernels/README.md: {row: figures of four sizes}."""
-    one = {row: md(SPEED, "llm.c runs with", row)[1:] for row in ("nibble, fp32", "nibble, bf16", "llm.c |", "model FLOP")}
+    one = {row: md(SPEED, "llm.c runs with", row, 5)[1:] for row in ("nibble, fp32", "nibble, bf16", "llm.c |", "model FLOP")}
     over = [[number(a) / number(b) for a, b in zip(one[row], one["llm.c |"])] for row in ("nibble, fp32", "nibble, bf16")]
     one["fp32, bf16 gradients"] = [f"{a:.3f}, {b:.3f}" for a, b in zip(*over)]
     one["model FLOP"] = [f"{number(cell)} %" for cell in one["model FLOP"]]
-    two = {row: md(SPEED, "and without one or both", row)[1:] for row in ("fp8 with `--head", "fp8, the head", "bf16 |")}
+    two = {row: md(SPEED, "and without one or both", row, 5)[1:] for row in ("fp8 with `--head", "fp8, the head", "bf16 |")}
     two["fp8 with its head"] = [f"{number(a) / number(b):.2f}" for a, b in zip(two["fp8 with `--head"], two["bf16 |"])]
     return one, two
 
@@ -198,10 +204,10 @@ def formats(name, heading, digits, cells_after):
     """Returns the rows of a table of optim/README.md: {formats: their block, bytes}."""
     rows = {}
     for row in re.findall(r"^\| (`.*?) \|", table_of((ROOT / OPTIM).read_text(), name)[1], re.M):
-        its = [listed("--list-formats", heading).get(each) for each in re.findall(r"`([^`]+)`", row)]
-        sizes = [rounded(float(each[2]), digits).rstrip("0").rstrip(".") for each in its if each]
+        columns = [listed("--list-formats", heading).get(each) for each in re.findall(r"`([^`]+)`", row)]
+        sizes = [rounded(float(each[2]), digits).rstrip("0").rstrip(".") for each in columns if each]
         figures = [", ".join(sizes if len(set(sizes)) > 1 else sizes[:1])]
-        block = [its[0][1]] if name == "states" and its[0] else []
+        block = [columns[0][1]] if name == "states" and columns[0] else []
         rows[row + " |"] = (block + figures if sizes else [None, None]) + [None] * cells_after
     return rows
 
@@ -223,11 +229,12 @@ def by_bytes():
     presets |= {name: muon_preset(name) for name in ("muon", "muon8")}
     heads = {"Wikipedia (": [None, None]}  # its records were not kept; dev/LOG.md has it
     for row, name in HEADS.items():
-        its = [rounded(pair, 3, "+") for pair in pairs(name, "layers and head", "bf16")]
-        heads[row] = cost(name, "layers and head") if len(its) > 2 else [", ".join(its), str(len(its))]
+        differences = [rounded(pair, 3, "+") for pair in pairs(name, "layers and head", "bf16")]
+        few = [", ".join(differences), str(len(differences))]
+        heads[row] = cost(name, "layers and head") if len(differences) > 2 else few
     return {
-        "presets": {f"`{name}`": its for name, its in presets.items()},
-        "costs": {f"`{name}`": stored[name] + its for name, its in costs.items()},
+        "presets": {f"`{name}`": cells for name, cells in presets.items()},
+        "costs": {f"`{name}`": stored[name] + cells for name, cells in costs.items()},
         "products": {row: cost("d6_fp8", name) + cost("gpt2_fp8", name) for row, name in PRODUCTS.items()},
         "head": heads,
     }
@@ -237,14 +244,14 @@ def tables():
     """Returns {name of a table: {how a cell of a row begins: the last cells of the row}}."""
     five, muon, copy = {}, {}, {}
     for row, names in FIVE.items():
-        its = [track(name) for name in names]
-        five[row] = ["; ".join(f"{tokens(some[0]) / 1e6:.0f}M" for some in its), "; ".join(map(ended, its))]
+        tracks = [track(name) for name in names]
+        five[row] = ["; ".join(f"{tokens(some[0]) / 1e6:.0f}M" for some in tracks), "; ".join(map(ended, tracks))]
     for row, name in MUON.items():
         stored = listed("--list-presets")["muon8w8" if name == "muon8 lin8:sr" else name.split()[0]][4]
         shown = size(float(stored)) if name[:3] not in ("gal", "apo") else ""  # their bytes go by the rank
         muon[row] = [shown, study("d6_muon")[name]["seeds_done"], *against_adamw32("d6_muon", name)]
     for name in ("adamw32", "adamw8e", "adamw4l", "fp8w8e", "int8w4", "adafactor8"):
-        row = md(COPY, "Rules by rows sum up" if name == "adafactor8" else OF_COPY, name + " |")
+        row = md(COPY, "Rules by rows sum up" if name == "adafactor8" else OF_COPY, name + " |", 5)
         copy[f"`{name}`"] = [row[1], row[2] + " %", "" if name == "adafactor8" else row[4] + " %"]
     speed, speed_fp8 = speeds()
     return by_bytes() | {
@@ -312,10 +319,10 @@ SENTENCES = {
 def of_runs():
     """Returns figures of sentences from the runs of dev/compare."""
     names = {"recipe": "recipe", "recipe_fp8": "recipe fp8, head too", "muon8": "muon8", "llmc": FIVE["llm.c with"][0]}
-    its = {key: track(name)[0] | {"final_loss": fmean(run["final_loss"] for run in track(name))} for key, name in names.items()}
-    recipe, corpus = its["recipe"], number(its["recipe"]["data"].partition("  ")[2])  # in millions of tokens
+    means = {key: track(name)[0] | {"final_loss": fmean(run["final_loss"] for run in track(name))} for key, name in names.items()}
+    recipe, corpus = means["recipe"], number(means["recipe"]["data"].partition("  ")[2])  # in millions of tokens
     read = [tokens(track(name)[0]) / 1e6 / corpus for some in FIVE.values() for name in some]
-    speed = {key: its[key]["tokens_per_second"] / its[key]["tokens_per_step"] for key in ("recipe", "recipe_fp8")}
+    speed = {key: means[key]["tokens_per_second"] / means[key]["tokens_per_step"] for key in ("recipe", "recipe_fp8")}
     apollo = [f"apollo {rate}, others 0.003" for rate in ("0.0015", "0.00075", "0.000375")]
     apollo += [f"apollo-mini {rate}, others 0.003" for rate in ("0.006", "0.0015", "0.000375")]
     apollo += [f"{apollo[1]}, {one}" for one in ("gap 200", "no limiter")] + ["adamw32"]
@@ -323,7 +330,7 @@ def of_runs():
     costs = {"fp8": ("gpt2_fp8", "fp8, e4m3 gradients"), "beta2": ("d6", "adamw32 beta2 0.999"), "muon4": ("d6_muon", "muon4")}
     costs |= {"muon8w8": ("d6_muon8w8", "muon8w8"), "none": ("d6_clip", "no clipping")}
     costs |= {name: ("d6_clip", name) for name in ("last", "tensor")}
-    return its | {
+    return means | {
         "corpus": corpus,
         "trained": tokens(recipe) / 1e6,
         "epochs": tokens(recipe) / 1e6 / corpus,
@@ -332,7 +339,7 @@ def of_runs():
         "hours": 1e10 / recipe["tokens_per_second"] / 3600,
         "bytes": sum(held("gpt2_track", "recipe")),
         "muon8_bytes": sum(held("gpt2_track", "muon8")),
-        "until": [crossing(its[key], its["llmc"]["final_loss"]) / speed[key] for key in speed],
+        "until": [crossing(means[key], means["llmc"]["final_loss"]) / speed[key] for key in speed],
         "long": [run[1]["final_loss"] for name, run in runs("gpt2_track", "llmc.jsonl").items() if "524,288" in name],
         "apollo": [loss("d6_apollo", name) for name in apollo],
         "limits": [abs(loss("d6_limiter", name + "1.01") - loss("d6_limiter", name + "0")) for name in limits],
@@ -344,16 +351,16 @@ def of_runs():
 def of_texts():
     """Returns figures of sentences from tables of .md files."""
     speed, codes = speeds()
-    copy = [float(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, OF_COPY, name + " |")[2:5]]
-    default, bits = map(number, md(FIRST, "# What", "default run")[2:4])
-    levers = md(LOG, "## Learning rate, schedule", "124M, 732 steps")
+    copy = [number(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, OF_COPY, name + " |", 5)[2:5]]
+    default, bits = map(number, md(FIRST, "# What", "default run", 4)[2:4])
+    levers = md(LOG, "## Learning rate, schedule", "124M, 732 steps", 2)
     return {
         "default": default,
         "bits": bits,
-        "muon_gain": default - number(md(FIRST, "# What", "`--preset muon`")[2]),
+        "muon_gain": default - number(md(FIRST, "# What", "`--preset muon`", 3)[2]),
         "fp8_speed": number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0]),
-        "largest": [number(md(LARGEST, "One card", row)[2]) for row in ("H200", "H100 80GB | `--size")],
-        "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states")[5]),
+        "largest": [number(md(LARGEST, "One card", row, 3)[2]) for row in ("H200", "H100 80GB | `--size")],
+        "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states", 6)[5]),
         "core": round(int(re.search(r"^core +(\d+)", (ROOT / "dev/limits.txt").read_text(), re.M).group(1)), -2),
         "bf16": speed["nibble, fp32"],
         "over": [f"{float(part):.2f}" for part in ", ".join(speed["fp32, bf16 gradients"][::3]).split(", ")],
@@ -361,8 +368,8 @@ def of_texts():
         "codes_over": codes["fp8 with its head"],
         "copy_low": min(copy),
         "copy_high": max(copy),
-        "long_heads": md(SPEED, "## Attention", "8, 16, 4096, 128"),
-        "short_heads": md(SPEED, "## Attention", "64, 12, 1024, 64"),
+        "long_heads": md(SPEED, "## Attention", "8, 16, 4096, 128", 6),
+        "short_heads": md(SPEED, "## Attention", "64, 12, 1024, 64", 6),
         "levers": [abs(number(levers[0].partition("against")[2]) - number(part)) for part in levers[1].split("; ")],
     }
 
@@ -404,8 +411,8 @@ def with_sentence(text, sentence, figures):
     if len(found) != 1:
         raise Problem(f"{len(found)} sentences are {sentence!r}, not one")
     shown = [f"{{{field}:{spec}}}".format_map(figures) for _, field, spec, _ in parts if field is not None]
-    its = "".join(a + b for a, b in zip(found[0].groups()[::2], shown + [""]))
-    return text[: found[0].start()] + its + text[found[0].end() :]
+    new = "".join(a + b for a, b in zip(found[0].groups()[::2], shown + [""]))
+    return text[: found[0].start()] + new + text[found[0].end() :]
 
 
 def with_figures(path, text, made, figures):

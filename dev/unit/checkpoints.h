@@ -9,7 +9,7 @@ TEST(model_file_names) {
     TestModel m(&dev, &INITIAL);
     std::vector<SafetensorsTensor> entries(m.arena.count);
     for (int t = 0; t < m.arena.count; t++) {
-        int64_t rows = t == WTE ? m.config.V : m.arena.tensors[t].rows, cols = m.arena.tensors[t].cols;
+        int64_t rows = t == WTE ? m.shape.V : m.arena.tensors[t].rows, cols = m.arena.tensors[t].cols;
         bool transposed = m.stored[t].transposed;
         entries[t] = tensor_of(m.arena.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols});
         if (m.arena.tensors[t].rows == 1) entries[t] = tensor_of(m.arena.tensors[t].name, "F16", {cols});
@@ -17,7 +17,7 @@ TEST(model_file_names) {
     SafetensorsWriter* writer = safetensors_begin(path, entries.data(), m.arena.count, nullptr, error);
     bool fine = true;
     for (int t = 0; t < m.arena.count && fine; t++) {
-        int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
+        int64_t n = (t == WTE ? m.shape.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
         std::vector<uint16_t> half(n);
         for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
         half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24

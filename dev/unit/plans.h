@@ -74,12 +74,12 @@ TEST(memory_plan_files) {
 
 TEST(memory_plan) {
     // Rows enough for the smallest of the buffers to show; nothing touches the memory.
-    const Gpt2Shape config = {3, 128, 2, 64, 300, 384};
+    const Gpt2Shape shape = {3, 128, 2, 64, 300, 384};
     const Setup setups[] = {
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"},
-        {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 20, "e4m3/tensor", "fp32", "fp32", false, false, true}};
+        {shape, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"},
+        {shape, 128, 64, OPTIM_FP32, false, RECOMPUTE_BLOCK, 20, "bf16:sr", "bf16", "bf16:sr"},
+        {shape, 128, 64, OPTIM_FP32, false, RECOMPUTE_GELU, 20, "bf16+fp32", "fp32", "fp32"},
+        {shape, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 20, "e4m3/tensor", "fp32", "fp32", false, false, true}};
     Device dev = test_device(false);
     for (const Setup& setup : setups) {
         TestModel m(&dev, &setup);

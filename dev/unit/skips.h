@@ -7,7 +7,7 @@
 static void feed_random(const Model* m, float share) {
     const int n = m->B * m->T;
     std::vector<int> tokens(2 * n);
-    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(41, i)));
+    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->shape.V * (1 + test_uniform(41, i)));
     feed(m, &tokens[0], &tokens[n], true, share);
 }
 

@@ -8,8 +8,12 @@ of the program and of the results.
 import re
 import subprocess
 import sys
+from functools import partial
 
 from cases import ROOT, run_cases
+
+sys.path.append(str(ROOT / "dev"))
+import tables
 
 WORDS = {"": 1800, "optim": 3500, "kernels": 1800, "data": 2200, "dev": 900, "dev/compare": 2500, "optim/python": 900}
 READMES = [ROOT / folder / "README.md" for folder in WORDS]
@@ -71,6 +75,18 @@ def test_figures():
         assert changed != text, f"{path} has no {figure!r} any more; name another figure here"
         done = subprocess.run([*check, path], input=changed, capture_output=True, text=True)
         assert done.returncode == 1 and figure in done.stdout, (path, figure, done)
+
+
+def test_damaged_results():
+    """A cell that has no number any more, and a row that lost its columns, are reported as a Problem."""
+    default = partial(tables.md, tables.FIRST, "# What", "default run")
+    assert len(default(4)) >= 4 and tables.number("loss 1,234.5") == 1234.5
+    for read in (partial(tables.number, "none"), partial(default, 99)):
+        try:
+            read()
+        except tables.Problem:
+            continue
+        raise AssertionError(f"{read} has not failed")
 
 
 def test_presets():
