@@ -209,6 +209,10 @@ def test_torch_flashoptim_of_a_model():
             after = optimizer.get_fp32_model_state_dict(model)
             moved = {name: (after[name] - got[name]).abs().max().item() for name in want}
             assert all(0 < most < 3e-2 for most in moved.values()), (bits, moved)
+        for key, level, power in (("exp_avg", lambda q: q / (254 - q.abs()), 1), ("exp_avg_sq", lambda q: q / 255, 2)):
+            moment = optimizer.state[model.first.weight][key]  # flashoptim's codes, and its levels
+            found = level(moment.quantized.double()).view(-1) * moment.scales.repeat_interleave(32)[:moment.quantized.numel()]
+            assert torch.allclose(found ** power, moment.materialize().double().view(-1), 1e-5, 0), (bits, key)
     raises(ValueError, "give fp32", lambda: optimizer.set_fp32_model_state_dict(
         model, {"head.weight": torch.zeros(5, 50, dtype=torch.float64)}))
 
@@ -288,6 +292,7 @@ def test_torch_transformer_engine_arguments():
     assert [group[key] for key in ("lr", "betas", "eps", "weight_decay")] == [2e-3, (0.8, 0.9), 1e-7, 0.3]
     assert FusedAdam(halves(), master_weights=True, master_weight_dtype=torch.half)._bf16_weights == "bf16+16"
     for words, more in [("amsgrad=True", dict(amsgrad=True)), ("bias_correction=False", dict(bias_correction=False)),
+                        ("masters of torch.uint8", dict(master_weights=True, master_weight_dtype=torch.uint8)),
                         ("take torch.float32", dict(exp_avg_dtype=torch.int8))]:
         raises(ValueError, words, lambda: FusedAdam(halves(), **more))
 

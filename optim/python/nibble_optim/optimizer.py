@@ -85,7 +85,8 @@ class Optimizer(torch.optim.Optimizer):
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
     _answer = None  # compat: a function (part, tensor, key) for Part.answer
-    # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, and does not unscale itself.
+    # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, which then divides gradients
+    # in fp32 and leaves .grad as it is. Otherwise GradScaler divides .grad, and of fp16 it refuses to.
     _step_supports_amp_scaling = property(lambda self: any(p.dtype is torch.float16 for group in self.param_groups
                                                            for p in group["params"]))
     _maximize = False
@@ -338,10 +339,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
@@ -350,23 +348,21 @@ class Optimizer(torch.optim.Optimizer):
         else:
             grads = [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
         self._step(self._flat, grads)
-        if getattr(self, "grad_scale", None) is not None:
-            torch._foreach_div_([grad for grad in grads if grad is not None], self.grad_scale.item())
         return loss
 
     step.hooked = True  # profile_hook_step has wrapped it already, below torch.compiler.disable
 
     def _scaling(self, device):
-        """Returns tensors on a device, or None: what multiplies gradients, and what is not 0 if they overflow."""
-        sign, scale, found = -1.0 if self._maximize else 1.0, *(getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        factor = torch.full((1,), sign, device=device) if scale is not None or sign < 0 else None
-        return factor if scale is None else factor / scale.to(device), None if found is None else found.to(device).float()
+        """Returns what multiplies gradients and, in a capture, what is not 0 if they overflow: fp32 tensors or None."""
+        factor = torch.full((), -1.0 if self._maximize else 1.0, dtype=torch.float32, device=device)
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        return factor if scale is None else factor / scale.to(device), found if library.is_capturing() else None
 
     def _step(self, params, grads):
         captured = library.is_capturing()
-        if not captured and getattr(self, "found_inf", 0):
-            return
         if not captured:
+            if getattr(self, "found_inf", None):  # waits for the GPU, as GradScaler does for others; a graph does not
+                return
             self._catch_up()
         self._forget_touched(self._of(params))
         if len(self._part_of) < len(params) or self._apart:

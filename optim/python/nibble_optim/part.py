@@ -54,6 +54,12 @@ for each in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem",
     setattr(Noted, each, _noting(each))
 
 
+def with_low(param, low):
+    """Returns the fp32 values of a bf16 parameter with the 8 or 16 bits beside it."""
+    bits = 8 * low.element_size()
+    return ((param.view(torch.int16).int() << bits) + low.int() << 16 - bits).view(torch.float32)
+
+
 def is_dtensor(tensor):
     return hasattr(tensor, "_local_tensor")
 
@@ -250,20 +256,17 @@ class Part:
         p, master = self.locals[tensor].data, self.views[tensor].get("master")
         if values is None and tensor in self.written():  # the next step takes it over
             return p.float()
-        if master is None:
-            low = self.low(tensor)
-            bits = 8 * low.element_size()
+        low = self.low(tensor)
         if values is None:
-            return master.clone() if master is not None else \
-                ((p.view(torch.int16).int() << bits) + low.int() << 16 - bits).view(torch.float32)
+            return master.clone() if master is not None else with_low(p, low)
         if values.dtype is torch.int16:
-            values = ((p.view(torch.int16).int() << 16) + values.to(p.device).int()).view(torch.float32)
+            values = with_low(p, values.to(p.device))
         values = values.to(p.device, torch.float32).reshape(p.shape).contiguous()
         if master is not None:
             master.copy_(values)
             p.copy_(values)
         else:
-            kept = values.view(torch.int32)
+            kept, bits = values.view(torch.int32), 8 * low.element_size()
             if bits == 8:
                 kept = kept + 0x7f + (kept >> 8 & 1) >> 8
             high = kept + (1 << bits - 1) >> bits

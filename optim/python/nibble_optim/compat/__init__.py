@@ -18,7 +18,7 @@ from ..optimizer import Optimizer
 
 # Arguments that change no result here, and such that Optimizer has too.
 WITHOUT_EFFECT = ("args is_paged fused foreach compress_state_dict no_deprecation_warning set_grad_none capturable "
-                  "use_cuda_kernel block_wise percentile_clipping").split()
+                  "use_cuda_kernel block_wise percentile_clipping materialize_master_grads").split()
 SHARED = "params lr weight_decay seed eps".split()
 
 
@@ -49,7 +49,7 @@ def drop_in(name, signature, settings, **fixed):
         Optimizer.__init__(self, **its)
 
     __init__.__signature__ = arguments
-    return type(name, (Optimizer,), {"__init__": __init__, "__module__": module,
+    return type(name, (Optimizer,), {"__init__": __init__, "__module__": module, "_bf16_weights": "bf16",
                                      "__doc__": f"{name} of {module.rpartition('.')[2]}, see nibble_optim.Optimizer"})
 
 

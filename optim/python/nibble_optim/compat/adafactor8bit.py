@@ -19,7 +19,7 @@ def _settings(optimizer, values):
     decay = values.pop("beta2_decay")  # CAME has beta2 in its place
     for key in ("apollo_update_proj_gap", "apollo_scale_type", "apollo_eps", "apollo_factorize"):
         values.pop(key)  # without apollo_rank they change nothing
-    optimizer._bf16_weights, optimizer._maximize = "bf16", values.pop("maximize")
+    optimizer._maximize = values.pop("maximize")
     return dict(rule="adafactor8bit" if beta3 is None else "came8bit", clip_update=values.pop("d"),
                 m="none" if beta1 is None else f"adanf4/{values.pop('m_block_size')}",
                 min_quantized=0 if beta1 is None else 4096, limit_growth=margin * limits,

@@ -61,7 +61,7 @@ def _settings(name, rule, bits):
         asked, least = values.pop("optim_bits", 32), values.pop("min_8bit_size")
         if asked not in (32, bits or 8):
             raise ValueError(f"{name}: optim_bits={asked} was found; take {'8 or 32' if bits == 0 else bits}")
-        optimizer._bf16_weights, quantized = "bf16", (bits or asked) == 8
+        quantized = (bits or asked) == 8
         # An optimizer of 32 bits has codes for those of its parameters that were given 8 bits before it was made.
         given = values["params"] = list(values["params"])
         for group in (group for group in given if isinstance(group, dict)):

@@ -5,7 +5,6 @@ from . import drop_in
 def _came(optimizer, values):
     if values["lr"] is None or values.pop("eps") != (1e-30, 1e-16):
         raise ValueError("CAME: give an lr, and leave eps out, which is (1e-30, 1e-16)")
-    optimizer._bf16_weights = "bf16"
     return dict(clip_update=values.pop("clip_threshold"))
 
 

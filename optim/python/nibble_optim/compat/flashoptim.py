@@ -5,6 +5,7 @@ import fnmatch
 import torch
 
 from ..part import MOMENTS, _local
+from ..part import with_low as reconstruct_fp32_param  # noqa: F401
 from . import drop_in
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
@@ -43,12 +44,15 @@ def _settings(name, rule, keeps_v):
 
 
 class Moment:
-    """A moment as flashoptim has it: codes and their scales as they lie there, and materialize() in fp32."""
+    """A moment as flashoptim has it: codes in the parameter's shape, their scales, and materialize() in fp32."""
 
     def __init__(self, part, tensor, name):
         self.quantized, self.scales = (part.views[tensor].get(name + end) for end in ("", ".scales"))
+        self.quantized = self.quantized.view(part.kept_shapes[tensor])
         if name == "m" and self.scales is not None:  # soft8 counts from -127 there
             self.quantized = (self.quantized.int() - 127).to(torch.int8)
+        elif self.scales is not None:  # sqrt8 multiplies codes, not codes / 255
+            self.scales = 255 * self.scales
         self.materialize, self.is_quantized = lambda: part.moment(tensor, name), lambda: self.scales is not None
 
 
@@ -58,20 +62,8 @@ def _answer(part, tensor, key):
     return (lambda: part.low(tensor)) if key == "error_bits" and part.low(tensor) is not None else None
 
 
-def reconstruct_fp32_param(param, error_bits):
-    """Returns the fp32 values of a bf16 parameter with the 8 or 16 bits beside it."""
-    bits = 8 * error_bits.element_size()
-    return ((param.view(torch.int16).int() << bits) + error_bits.int() << 16 - bits).view(torch.float32)
-
-
 def _whole(model):
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
-def initialize_state(self, param, hparams=None):
-    """Makes the states of all parameters before the first step, and masters from the parameters."""
-    if param not in self._part_of:
-        self._make_all()
 
 
 @torch.no_grad()
@@ -109,7 +101,8 @@ for _name, _rule, _signature, _keeps_v in [
         ("FlashSGD", "sgd", _MOMENTUM, False), ("FlashSGDW", "sgdw", _MOMENTUM + ", decouple_lr=False", False)]:
     globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
     globals()[_name]._lr_factor, globals()[_name]._decouples = _damped_factor, _rule == "sgdw"
-    globals()[_name]._answer, globals()[_name]._ensure_state_initialized = staticmethod(_answer), initialize_state
+    globals()[_name]._answer = staticmethod(_answer)
+    globals()[_name]._ensure_state_initialized = lambda self, param, hparams=None: self._make_all()
     globals()[_name].get_fp32_model_state_dict = get_fp32_model_state_dict
     globals()[_name].set_fp32_model_state_dict = set_fp32_model_state_dict
 

@@ -16,7 +16,7 @@ def projected(name, kinds):
                     raise ValueError(f"{name}: groups of several values of {key} were found; give all groups one")
             for key in ("proj_type", "proj", "scale_type"):
                 group.pop(key, None)
-        values["params"], optimizer._bf16_weights = groups, "bf16"
+        values["params"] = groups
         return shared
     return settings
 

@@ -11,7 +11,7 @@ def _muon(optimizer, values):
     adjust = values.pop("adjust_lr_fn") or "original"
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"Muon: adjust_lr_fn={adjust!r} was found; give original or match_rms_adamw")
-    optimizer._bf16_weights, optimizer._original = "bf16", adjust == "original"
+    optimizer._original = adjust == "original"
     return {name: values.pop(name) for name in ("momentum", "nesterov", "ns_steps")}
 
 
@@ -24,7 +24,7 @@ def _muon_factor(self, param, age):
 
 def _adafactor(optimizer, values):
     eps1, eps2 = values.pop("eps")
-    optimizer._bf16_weights, optimizer._maximize = "bf16", values.pop("maximize")
+    optimizer._maximize = values.pop("maximize")
     return dict(clip_update=values.pop("d"), eps1=2.0 ** -23 if eps1 is None else eps1, eps2=eps2,
                 beta2_decay=values.pop("beta2_decay"))
 

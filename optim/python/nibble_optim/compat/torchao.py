@@ -44,10 +44,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for p, host in self.pairs:
             host.grad = None if p.grad is None else p.grad.to("cpu", non_blocking=True)
             p.grad = None if self.offloads else p.grad

@@ -1,24 +1,27 @@
 """FusedAdam of transformer_engine.pytorch.optimizers. Its masters are states, made from the parameters: separate in
 fp32, or with store_param_remainders as the 16 bits that bf16 leaves out, which are TransformerEngine's to the bit.
-Masters of 16 bits are those, too, and so have the values of fp32. A caller's own masters go in by set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and
-those of torch.float16, which need a scale that is not there, bf16 with stochastic rounding. Parameters of fp8 are what
-copies.write_copies writes."""
+Masters of torch.float16 or bfloat16 are those, too, and so have the values of fp32. A caller's own masters go in by
+set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and those of torch.float16, which need
+a scale that is not there, bf16 with stochastic rounding. Parameters of fp8 are what copies.write_copies writes."""
+import functools
+
 import torch
 
 from ..part import MOMENTS
 from . import drop_in
-from .flashoptim import _damped_factor, _momentum, initialize_state
+from .flashoptim import _damped_factor, _momentum
 
+_MASTERS = {torch.float32: "bf16+fp32", torch.float16: "bf16+16", torch.bfloat16: "bf16+16"}
 _STATES = {torch.float32: "fp32", torch.float16: "bf16:sr", torch.bfloat16: "bf16", torch.uint8: "e4m3"}
 
 
 def _settings(optimizer, values):
     masters, remainders = values.pop("master_weights"), values.pop("store_param_remainders")
     kept, moments = values.pop("master_weight_dtype"), [values.pop(f"exp_avg{end}_dtype") for end in ("", "_sq")]
-    for found in moments:
-        if found not in _STATES:
-            raise ValueError(f"FusedAdam: moments of {found} were found; take {', '.join(map(str, _STATES))}")
-    optimizer._bf16_weights = "bf16+16" if masters and (remainders or kept.itemsize == 2) else "bf16+fp32" if masters else "bf16"
+    for what, found, known in [("masters", kept, _MASTERS)] * masters + [("moments", its, _STATES) for its in moments]:
+        if found not in known:
+            raise ValueError(f"FusedAdam: {what} of {found} were found; take {', '.join(map(str, known))}")
+    optimizer._bf16_weights = "bf16" if not masters else "bf16+16" if remainders else _MASTERS[kept]
     optimizer._remainders, optimizer._sets_none = masters and remainders, values.pop("set_grad_none")
     optimizer._grad_name = "decoupled_grad" if values.pop("use_decoupled_grad") else "grad"
     m, v = (_STATES[found] for found in moments)
@@ -55,7 +58,10 @@ class FusedAdam(drop_in(
             elif grad is not None:
                 setattr(p, self._grad_name, None)
 
-    initialize_state = initialize_state
+    def initialize_state(self, param, store_param_remainders=None):
+        """Makes the states of all parameters before the first step, and masters from the parameters."""
+        if param not in self._part_of:
+            self._make_all()
 
     def _step(self, params, grads):
         super()._step(params, grads)
@@ -77,12 +83,7 @@ class FusedAdam(drop_in(
         part.moment(number, MOMENTS[state_name], unscaled_state)
 
 
-def _sgd(optimizer, values):
-    optimizer._bf16_weights = "bf16"
-    values.pop("materialize_master_grads"), values.pop("set_grad_none")
-    return _momentum("FusedSGD", "sgd", optimizer, values)
-
-
 FusedSGD = drop_in("FusedSGD", "params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, "
-                   "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=None", _sgd, m="fp32")
+                   "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=None", functools.partial(_momentum, "FusedSGD", "sgd"),
+                   m="fp32")
 FusedSGD._lr_factor, FusedSGD._decouples = _damped_factor, False
