@@ -108,6 +108,13 @@ struct LevelFormat : BlockFormat<Format> {
                                                float* x) {
         table->list.decode(codes, scale, x);
     }
+#else
+    // A recursion, since look-ups become no vectors, and -O2 would leave them in a loop.
+    template <int N, int I = 0, class Table>
+    static OPTIM_INLINE void get(const Table* table, const Packed<BITS, N>& codes, float scale, float* x) {
+        x[I] = decode(table, codes.get(I), scale);
+        if constexpr (I + 1 < N) get<N, I + 1>(table, codes, scale, x);
+    }
 #endif
 };
 
