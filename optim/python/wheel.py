@@ -52,13 +52,6 @@ def glibc(path):
     return max(int(minor) for minor in re.findall(r"GLIBC_2\.(\d+)", symbols))
 
 
-def needed(path, name):
-    """Returns the file that the loader finds for a library that `path` needs; None if it needs none of this name."""
-    lines = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(re.escape(name) + r"\S* => (\S+)", lines)
-    return pathlib.Path(found[1]).resolve() if found else None
-
-
 def build_of(library):
     """Returns the wheel's build: the library's folder is build/lib, with `found` beside it, or build/cpu/lib."""
     release = re.search(r"^nvcc\s+(\d+)\.(\d+)", (library.parents[1] / "found").read_text())
@@ -69,8 +62,10 @@ def write_wheel(library, folder):
     files = {str(path.relative_to(HERE)): path.read_bytes() for path in sorted(HERE.glob("nibble_optim/**/*.py"))}
     files["nibble_optim/py.typed"], files["nibble_optim/libnibble_optim.so"] = b"", library.read_bytes()
     newest, info = glibc(library), f"{NAME}.dist-info"
-    gomp = needed(library, "libgomp")
-    if gomp:  # slim images lack it; the loader looks in the library's own folder first
+    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"libgomp\S* => (\S+)", needed)
+    if found:  # slim images lack it; the loader looks in the library's own folder first
+        gomp = pathlib.Path(found[1]).resolve()
         files["nibble_optim/libgomp.so.1"] = gomp.read_bytes()
         newest = max(newest, glibc(gomp))
         texts = [path.read_text("utf-8", "replace") for path in map(pathlib.Path, TEXTS) if path.is_file()]

@@ -66,7 +66,10 @@ def _load(name, package):
     return None
 
 
-def _open():
+@functools.lru_cache(None)
+def library():
+    """Returns the library, which the first call opens."""
+    _load("libnvrtc", "cuda_nvrtc")
     library = ctypes.CDLL(_find())
     handle, status, error = c_void_p, c_int, c_char_p
     for name, result, arguments in [
@@ -87,13 +90,6 @@ def _open():
     if library.nibble_optim_version() != VERSION:
         raise OSError(f"{library._name} has version {library.nibble_optim_version()} and this package needs {VERSION}")
     return library
-
-
-@functools.lru_cache(None)
-def library():
-    """Returns the library, which the first call opens."""
-    _load("libnvrtc", "cuda_nvrtc")
-    return _open()
 
 
 def as_arguments(sentence):

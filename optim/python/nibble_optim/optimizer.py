@@ -208,10 +208,6 @@ class Optimizer(torch.optim.Optimizer):
             self._rules[key] = handle.setting("rule"), handle.setting("overrides").startswith(REST)
         return self._rules[key]
 
-    def _is_rest(self, param):
-        """Returns True if rules of matrices leave a parameter to adamw."""
-        return param.dim() < 2 or param.shape[0] == 1 or library.matches(f"{REST}|{OTHER_REST}", self._names[param])
-
     def _is_turned(self, param):
         """Returns True for a matrix whose rows are the columns of the parameter (the argument transposed)."""
         return param.dim() == 2 and library.matches(self._transposed or "", self._names[param])
@@ -221,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
         shape, name = param.shape[::-1] if self._is_turned(param) else param.shape, self._names[param]
         rows = shape[0] if param.dim() > 1 and param.numel() > 0 else 1
         _, leaves_rest = self._rule(self.param_groups[self._group_of[param]])
-        rest = leaves_rest and self._is_rest(param)
+        rest = leaves_rest and (param.dim() < 2 or param.shape[0] == 1 or library.matches(f"{REST}|{OTHER_REST}", name))
         return name + ".wpe" if rest else name, rows, param.numel() // rows
 
     def _check(self):
