@@ -32,18 +32,14 @@ def _write(path, arrays):
 
 
 def _single(optimizer):
+    """Returns the optimizer's part. Refuses several, shards, parameters that do not come in ./train's order, and matrices
+    whose rows are ./train's columns."""
     if len(optimizer._parts) != 1:
         raise ValueError(f"the optimizer has {len(optimizer._parts)} parts (parameters of several types or formats, or "
                          "none stepped yet), and ./train has one")
     part = optimizer._parts[0]
     if part.shares or any(count >= 0 for *_, count in part.tensors):
         raise ValueError("the parameters are sharded; gather them first")
-    _require_order(part)
-    return part
-
-
-def _require_order(part):
-    """Refuses parameters that do not come in ./train's order, or matrices whose rows are ./train's columns."""
     shapes, d = [(rows, cols) for _, rows, cols, *_ in part.tensors], part.tensors[0][2]
     block = [(1, d), (1, d), (3 * d, d), (1, 3 * d), (d, d), (1, d), (1, d), (1, d), (4 * d, d), (1, 4 * d), (d, 4 * d),
              (1, d)]
@@ -58,6 +54,7 @@ def _require_order(part):
         if shape != want:
             raise ValueError(f"{name} is {shape[0]} x {shape[1]}, and ./train has {want[0]} x {want[1]} in its place; "
                              "give the parameters in ./train's order")
+    return part
 
 
 def to_train(optimizer, path):

@@ -4,6 +4,7 @@ Parameters with the same type, device and formats form a part (part.py), which i
 States are views of torch tensors that the part owns, so torch counts and saves them like its own. Each state belongs to
 one parameter, and has the values of the whole parameter even if only a shard lies here."""
 import difflib
+import functools
 import gc
 import inspect
 import itertools
@@ -26,6 +27,8 @@ except OSError as error:  # there is no library
     raise ImportError(str(error)) from error
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
+# Torch's error has this reason where torch.compile(fullgraph=True) compiles around a step, which is left out.
+REASON = "step() of nibble_optim calls a C library, which is one launch already; leave fullgraph=True out, or step outside"
 # Names of other models' embeddings, heads, norms and biases, which these rules leave to adamw too.
 OTHER_REST = "*embed*|lm_head|head|*norm*|bias"
 
@@ -36,15 +39,6 @@ def _by_pattern(text):
         patterns, colon, settings = part.partition(":")
         if part.strip():
             yield "".join(patterns.split()) if colon else patterns, colon, settings
-
-
-def _not_compiled(function):
-    """Leaves a function out of what torch.compile compiles; with fullgraph=True torch's error has the reason."""
-    try:
-        return torch.compiler.disable(function, reason="step() of nibble_optim calls a C library, which is one launch "
-                                                       "already; leave fullgraph=True out, or step outside")
-    except TypeError:  # torch before 2.7
-        return torch.compiler.disable(function)
 
 
 def _require_no_wrapper(params):
@@ -305,11 +299,6 @@ class Optimizer(torch.optim.Optimizer):
 
     # Parts.
 
-    def _key(self, param, grads):
-        group = self.param_groups[self._group_of[param]]
-        return (param.dtype, grads, param.device, self._is_small(param),
-                tuple(group.get(key) for key in FORMATS))
-
     def _add_part(self, params, grads, element=None):
         group = self.param_groups[self._group_of[params[0]]]
         part = Part(self, params, self._settings_of(group, params), grads, self._end if element is None else element)
@@ -324,14 +313,15 @@ class Optimizer(torch.optim.Optimizer):
         """Yields the parameters of each part, in their order, and the type of its gradients."""
         by_key = defaultdict(list)
         for p in params:
-            by_key[self._key(p, types.get(p, torch.float32 if p.dtype is torch.float16 else p.dtype))].append(p)
-        for key, members in by_key.items():
+            group, grads = self.param_groups[self._group_of[p]], torch.float32 if p.dtype is torch.float16 else p.dtype
+            by_key[(types.get(p, grads), p.dtype, p.device, self._is_small(p), *map(group.get, FORMATS))].append(p)
+        for (grads, *_), members in by_key.items():
             for its in ([[p] for p in members] if self._apart else [members]):
-                yield its, key[1]
+                yield its, grads
 
     # The step.
 
-    @_not_compiled
+    @functools.partial(torch.compiler.disable, **({"reason": REASON} if torch.__version__ >= (2, 7) else {}))
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure=None):
@@ -466,8 +456,7 @@ class Optimizer(torch.optim.Optimizer):
         rounded to the formats here."""
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            state_dict = changed if changed is not None else state_dict
+            state_dict = hook(self, state_dict) or state_dict
         saved_groups = deepcopy(state_dict["param_groups"])
         sizes, here = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
         if sizes != here:

@@ -17,8 +17,6 @@ def _settings(optimizer, values):
     values["eps"] = 2.0 ** -23 if eps1 is None else eps1
     margin, limits = 1 + values.pop("fira_margin"), values.pop("enable_fira_for_adafactor")
     decay = values.pop("beta2_decay")  # CAME has beta2 in its place
-    for key in ("apollo_update_proj_gap", "apollo_scale_type", "apollo_eps", "apollo_factorize"):
-        values.pop(key)  # without apollo_rank they change nothing
     optimizer._maximize = values.pop("maximize")
     return dict(rule="adafactor8bit" if beta3 is None else "came8bit", clip_update=values.pop("d"),
                 m="none" if beta1 is None else f"adanf4/{values.pop('m_block_size')}",

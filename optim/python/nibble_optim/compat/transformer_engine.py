@@ -52,16 +52,14 @@ class FusedAdam(drop_in(
             raise ValueError(f"zero_grad: set_to_none={set_to_none} was found, and FusedAdam was made with "
                              f"set_grad_none={self._sets_none}; leave one out")
         for p in (p for group in self.param_groups for p in group["params"]):
-            grad = getattr(p, self._grad_name, None)
-            if grad is not None and False in asked:
-                grad.zero_()
-            elif grad is not None:
+            if False not in asked:
                 setattr(p, self._grad_name, None)
+            elif getattr(p, self._grad_name, None) is not None:
+                getattr(p, self._grad_name).zero_()
 
     def initialize_state(self, param, store_param_remainders=None):
         """Makes the states of all parameters before the first step, and masters from the parameters."""
-        if param not in self._part_of:
-            self._make_all()
+        self._make_all()
 
     def _step(self, params, grads):
         super()._step(params, grads)
