@@ -305,6 +305,7 @@ def test_torch_grad_scaler_skips_steps():
                 assert same(model, before) is (factor > 1.0) and scaler.get_scale() == 2.0
             train(before, make(before, preset="adamw8"), 1, 1)
             assert same(model, before) and optimizer.param_groups[0]["steps"] == 1
+            assert all(torch.allclose(p.grad, q.grad, 1e-2, 1e-6) for p, q in zip(model.parameters(), before.parameters()))
 
 
 def steps_with_changes(change, settings, lr=1e-2):

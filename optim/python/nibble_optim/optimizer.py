@@ -19,7 +19,7 @@ from typing import Iterable, Optional, Tuple, Union
 import torch
 
 from . import library
-from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, is_dtensor
+from .part import NUMBERS, PARAMETERS, TILE, OtherGradients, Part, _local, is_dtensor
 
 try:
     OPTIONS = library.rule_options()  # arguments that are options of rules, which all groups share
@@ -79,8 +79,8 @@ class Optimizer(torch.optim.Optimizer):
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
     _answer = None  # compat: a function (part, tensor, key) for Part.answer
-    # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, which then divides gradients
-    # in fp32 and leaves .grad as it is. Otherwise GradScaler divides .grad, and of fp16 it refuses to.
+    # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, which takes gradients
+    # divided in fp32. Otherwise GradScaler divides .grad before it, which it refuses of fp16, where small ones are lost.
     _step_supports_amp_scaling = property(lambda self: any(p.dtype is torch.float16 for group in self.param_groups
                                                            for p in group["params"]))
     _maximize = False
@@ -329,11 +329,15 @@ class Optimizer(torch.optim.Optimizer):
         flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
-        if self._grad_name == "grad":
-            grads = [p.grad for p in self._flat]
-        else:
-            grads = [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
+        grads = [p.grad for p in self._flat] if self._grad_name == "grad" else \
+            [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
         self._step(self._flat, grads)
+        if getattr(self, "grad_scale", None) is not None:  # .grad is left divided, as by torch's fused optimizers
+            its = [_local(grad) for grad in grads if grad is not None]
+            for device in {grad.device for grad in its}:
+                inverse = 1 / self.grad_scale.to(device)  # which fp16 may not hold
+                torch._amp_foreach_non_finite_check_and_unscale_([grad for grad in its if grad.device == device],
+                                                                 torch.zeros_like(inverse), inverse)
         return loss
 
     step.hooked = True  # profile_hook_step has wrapped it already, below torch.compiler.disable
