@@ -199,6 +199,8 @@ static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* 
     resolve_batch(o, m, config, bytes, 1 << 20);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
+    require(defaults_choose(o, 1, false, true, 1 << 20, m->error), m->error);
+    optim_set_options(config, &o->of_rule);
     return memory_plan(m, config).total;
 }
 
@@ -265,6 +267,8 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     Times times;
     double queued;
     float loss = time_steps(&m, &feeder, micro_batches, &times, &queued);
+    if (!isfinite(loss))
+        user_error("bench: the loss became %g, and such steps take less power; look for the cause", loss);
     double clock = clock_mhz(dev);
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));

@@ -69,7 +69,9 @@ static OptimConfig combination(const char* text) {
     if (count == 4) o.rule = part[0];
     if (count >= 3) o.weights = part[count - 3], o.m = part[count - 2], o.v = part[count - 1];
     if (count == 2) user_error("'%s': type PRESET, WEIGHTS,M,V or RULE,WEIGHTS,M,V", text);
-    require(optim_config_from(&o, &config, error), error);
+    o.seq = 1024, o.tokens_per_step = 65536, o.steps = 1000, o.channels = 768;  // for what is auto
+    require(optim_config_from(&o, &config, error) && defaults_choose(&o, 1, false, true, 1, error), error);
+    optim_set_options(&config, &o.of_rule);
     return config;
 }
 
