@@ -45,12 +45,13 @@ HEADS = {"[Wikipedia]": "gpt2_head", "[Gutenberg]": "gpt2_head_gutenberg", "Wiki
 FIVE = {
     "`recipe`": ["recipe"],
     "the same with `--matmul": ["recipe fp8, head too"],
-    "the first with": ["muon8"],
+    "the first with `--preset": ["muon8"],
     "muon, rate 0.0036": ["lr 0.0036, momentum 0.95 throughout", "lr 0.0036, momentum 0.95 throughout, fp8, head too"],
     "`adamw32`": ["adamw32"],
     "the same with `--preset": ["adamw4l"],
     "llm.c with": ["llm.c, 65,536 tokens a step, rate 0.0012"],
-    "llm.c, rate": ["llm.c, 65,536 tokens a step, rate 0.0018"],
+    "llm.c, rates": [f"llm.c, 65,536 tokens a step, rate {rate}" for rate in ("0.0018", "0.0024", "0.0006")],
+    "the first with 32": ["32k tokens a step"],
 }
 MUON = {f"`{name}`": name for name in "adamw32 muon muon8 muon4 adafactor8 rmnp4 came8 galore8 apollo-mini".split()}
 MUON |= {"`muon8 --weights": "muon8 lin8:sr", "the same": "galore8 rank 192"}
@@ -278,7 +279,9 @@ SENTENCES = {
         bytes a parameter (weights and states) in place of {bytes:.1f}
         loss {default:.4f} (best {default:.4f}) {bits:.4f} bits
         1 to 2 minutes, loss {default:.2f} |
-        a CPU ended {muon_gain:.2f} lower
+        with `adamw32` ended {muon_gain:.2f} higher
+        10.8M parameters, {on_gpu[4]} s, loss {on_gpu[2]} |
+        times bf16; {beside[0]} / {beside[3]} times llm.c
         is {fp8_speed:.2f} times as fast as bf16 at 124M
         #products-in-fp8) {fp8[0]} ± {fp8[1]}, two seeds
         {largest[0]:.0f} billion parameters train on one H200, {largest[1]:.0f} billion on
@@ -352,16 +355,18 @@ def of_texts():
     """Returns figures of sentences from tables of .md files."""
     speed, codes = speeds()
     copy = [number(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, OF_COPY, name + " |", 5)[2:5]]
-    default, bits = map(number, md(FIRST, "# What", "default run", 4)[2:4])
+    default, bits = map(number, md(FIRST, "# What", "default run |", 4)[2:4])
     levers = md(LOG, "## Learning rate, schedule", "124M, 732 steps", 2)
     return {
         "default": default,
         "bits": bits,
-        "muon_gain": default - number(md(FIRST, "# What", "`--preset muon`", 3)[2]),
+        "muon_gain": number(md(FIRST, "# What", "`--preset adamw32` | 0", 3)[2]) - default,
+        "on_gpu": md(FIRST, "# What", "default run, H200", 5),
         "fp8_speed": number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0]),
         "largest": [number(md(LARGEST, "One card", row, 3)[2]) for row in ("H200", "H100 80GB | `--size")],
         "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states", 6)[5]),
         "core": round(int(re.search(r"^core +(\d+)", (ROOT / "dev/limits.txt").read_text(), re.M).group(1)), -2),
+        "beside": md(SPEED, "in turns on one card", "fp8 with its head over", 5)[1:],
         "bf16": speed["nibble, fp32"],
         "over": [f"{float(part):.2f}" for part in ", ".join(speed["fp32, bf16 gradients"][::3]).split(", ")],
         "codes": codes["fp8 with `--head"],
