@@ -12,8 +12,8 @@ COMPARE = ROOT / "dev" / "compare"
 sys.path.insert(0, str(COMPARE))
 from sweep import slug  # noqa: E402
 
-BASE = """
-[base]
+BASE = """[base]
+preset = "adamw32"
 device = "cpu"
 model = "nano"
 batch = 1
