@@ -85,7 +85,7 @@ ROWS = [
      "placed_", ["optim/placed"]),
     ("optim/plan.cu", "lr == 1.0 && decay == plan->group[1].decay", "decay == plan->group[1].decay", "laws_oracle", ["optim/plan"]),
     # data
-    ("data/schedule.c", "s->lr * (double)(step + 1) / (double)s->warmup", "s->lr * (double)step / (double)s->warmup",
+    ("data/schedule.c", "o->lr * (double)(step + 1) / (double)o->warmup", "o->lr * (double)step / (double)o->warmup",
      "learning_rate", ["data/schedule"]),
     ("data/schedule.c", "1.0 - sqrt(done)", "1.0 - done", "learning_rate", ["data/schedule"]),
     ("data/evaluation.c", "|| example->answer >= example->rows", "|| example->answer > example->rows", "evaluation",
