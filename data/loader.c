@@ -232,7 +232,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     return open_end(data, ok, part, part != DATASET_WHOLE, fraction, T, error);
 }
 
-// This repository's own source text, linked in: the default data. Weak: a library of data/ alone does without it.
+// The default data is this repository's source text, which is linked in. Weak symbols let data/ do without it in tests.
 extern const char corpus_begin[] __attribute__((weak)), corpus_end[] __attribute__((weak));
 
 // Opens the training or the validation part.

@@ -1,6 +1,6 @@
-// What a run reads and writes: options, data, tokenizer and prompts, and its folder with a lock, log.txt (all that is
-// printed), log.jsonl and config.json. Ranks other than 0 have `quiet` set, and print and write nothing. A function
-// that returns false has written a sentence into `error`.
+// RunFolder holds what a run reads and writes: options, data, tokenizer and prompts, and the folder with its lock,
+// log.txt (all that is printed), log.jsonl and config.json. Ranks other than 0 have `quiet` set, and print and write
+// nothing. A function that returns false has written a sentence into `error`.
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"

@@ -1,4 +1,4 @@
-// Prompts as tokens.
+// This file reads prompts as tokens.
 #pragma once
 #include "tokenizer.h"
 C_LINKAGE_BEGIN

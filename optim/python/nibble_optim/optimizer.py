@@ -333,10 +333,10 @@ class Optimizer(torch.optim.Optimizer):
             [getattr(p, self._grad_name, None) for p in self._flat]  # which takes three times as long
         self._step(self._flat, grads)
         if getattr(self, "grad_scale", None) is not None:  # .grad is left divided, as by torch's fused optimizers
-            its = [_local(grad) for grad in grads if grad is not None]
-            for device in {grad.device for grad in its}:
+            local = [_local(grad) for grad in grads if grad is not None]
+            for device in {grad.device for grad in local}:
                 inverse = 1 / self.grad_scale.to(device)  # which fp16 may not hold
-                torch._amp_foreach_non_finite_check_and_unscale_([grad for grad in its if grad.device == device],
+                torch._amp_foreach_non_finite_check_and_unscale_([grad for grad in local if grad.device == device],
                                                                  torch.zeros_like(inverse), inverse)
         return loss
 
