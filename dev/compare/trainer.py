@@ -19,7 +19,7 @@ OPTIMIZER = set(
     "preset rule weights m v override lr beta1 beta2 eps weight-decay decay-mode beta3 alpha ramp clip on-nonfinite "
     "schedule warmup final-lr decay-fraction".split()
 )
-BATCH = ("batch", "tokens-per-step", "grads", "logit-rows", "recompute")
+NOT_SMALL = ("batch", "tokens-per-step", "grads", "logit-rows", "recompute", "head")  # what a small run leaves out
 SMALL = {"device": "cpu", "matmul": "fp32", "batch": "1"}
 
 
@@ -100,7 +100,7 @@ def read_plan(text, weights):
 
 def small(trainer, run):
     """Returns a dry run that checks only names and values, without a GPU, whose start costs seconds."""
-    kept = {key: value for key, value in run.options.items() if key not in BATCH}
+    kept = {key: value for key, value in run.options.items() if key not in NOT_SMALL}
     return trainer.command(replace(run, options={**kept, **SMALL}), "--dry-run")
 
 
