@@ -556,7 +556,8 @@ class Optimizer(torch.optim.Optimizer):
     def step_in_backward(self):
         """From now on steps each parameter as soon as its gradient is complete, and releases the gradient. step() and
         zero_grad() then do nothing, except for parameters that are frozen now and are not later. This does not work
-        with DDP, which is refused in the backward pass, gradient accumulation or clipping."""
+        with DDP, which is refused in the backward pass, gradient accumulation, clipping or a GradScaler, whose scaled
+        gradients would reach the weights before it looks at them."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
         self._apart = {}
