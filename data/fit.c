@@ -1,8 +1,6 @@
 #include "fit.h"
-
 #include <stdio.h>
 #include <string.h>
-
 #include "text.h"
 
 // A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
@@ -73,8 +71,8 @@ bool fit_next(Fit* fit) {
 static const char* command(const Fit* fit, const FitRow* row) {
     const Options *o = &row->o, *asked = fit->asked;
     const bool releases = strcmp(o->release, "on") == 0;
-    const char* own =
-        text_kept("fit model size preset recompute release batch%s", releases ? " clip-by tokens-per-step" : "");
+    const char* more = releases ? " clip-by tokens-per-step" : "";
+    const char* own = text_kept("fit model size preset recompute release batch%s", more);
     const char* text = text_kept("./train --%s %s --preset %s", option_given(o, "size") ? "size" : "model",
                                  shell_word(o->model), o->preset);
     long long batch = row->batch < 64 ? row->batch : 64;
@@ -109,14 +107,14 @@ static void print_row(const FitRow* row, bool first) {
 
 bool fit_print(const Fit* fit) {
     const FitRow* rows = fit->rows;
-    const bool models = finds_models(fit), any = fit->count > 0 && rows[0].batch > 0;
+    const bool models = finds_models(fit);
     for (int i = 0; i < (models ? PRESET_COUNT : 2) && i < fit->count && rows[i].batch > 0; i++) {
         const char* size = text_kept("%5.1fB parameters  ", 1e-9 * (double)rows[i].parameters);
         printf("%s%s\n", models ? size : i == 0 ? "best     " : "or       ", command(fit, &rows[i]));
     }
-    const char* whose = *fit->folder ? "the model's" : "GPT-2's";
-    if (any && !*fit->asked->data)
-        printf("add      --data DIR, your text in %s tokens; else they train on the built-in text\n", whose);
+    if (fit->count > 0 && rows[0].batch > 0 && !*fit->asked->data)
+        printf("add      --data DIR, your text in %s tokens; else they train on the built-in text\n",
+               *fit->folder ? "the model's" : "GPT-2's");
     for (int i = 0; !models && i < SHOWN && i < fit->count; i++) print_row(&rows[i], i == 0);
     return fit->count > 0;
 }
