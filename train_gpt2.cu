@@ -1202,7 +1202,8 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         require_stdout();
     } else {
         // All tasks are checked before the first is scored.
-        require(evaluation_check(o->eval, folder.tokenizer, m.shape.V, o->eval_out, m.error), m.error);
+        require(evaluation_check(o->eval, folder.tokenizer, m.shape.V, o->eval_out, &folder.tasks, m.error), m.error);
+        comm_require_same(launch, run_identity(&folder));
         evaluate(&m, &folder);
     }
     run_folder_close(&folder);
@@ -1254,26 +1255,24 @@ static int train_main(Options* o, const Launch* launch) {
     resume(&run);
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder), run.folder.error);
-    resume_state(&run.folder);
+    require(resume_state(&run.folder), run.folder.error);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.step.flops = gpt2_flops(model.parameters, model.shape.L, model.shape.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.folder.resumed && run.folder.state.step >= o->steps) {
-        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.folder.checkpoint,
-                (long long)run.folder.state.step, o->steps);
-        return 0;
-    }
     const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, model.arena.tensors, model.arena.count);
     const int64_t size = o->profile ? 0 : files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
     require(run.dev.imagined || run_folder_open(&run.folder, model.shape.V, size), run.folder.error);
-    comm_require_same(launch, run_identity_of_samples(&run.folder), run.folder.error);
-    if (o->dry_run) return require_stdout();
+    comm_require_same(launch, run_identity(&run.folder));
+    const bool done = run.folder.resumed && run.folder.state.step >= o->steps;
+    if (done)
+        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.folder.checkpoint,
+                (long long)run.folder.state.step, o->steps);
+    if (done || o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
     const int stop = stops(&model);

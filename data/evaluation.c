@@ -134,11 +134,13 @@ void evaluation_close(Evaluation* e) {
     memset(e, 0, sizeof(*e));
 }
 
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error) {
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, uint32_t* crc,
+                      char* error) {
     for (const char* name; (name = text_word(&names, ','));) {
         Evaluation e;
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
         const int needs = e.vocabulary;
+        *crc = crc32c(*crc, e.file, HEADER_BYTES);  // which has that of the rest
         evaluation_close(&e);
         if (needs <= V) continue;
         return data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, needs, V);

@@ -34,8 +34,9 @@ typedef struct {
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
 // Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown) and for a model of V tokens, and
-// --eval-out ("": none) written.
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, char* error);
+// --eval-out ("": none) written. Adds their checksums to *crc.
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, int V, const char* out, uint32_t* crc,
+                      char* error);
 
 // A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {

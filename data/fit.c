@@ -1,7 +1,7 @@
 #include "fit.h"
-
 #include <stdio.h>
 #include <string.h>
+#include "text.h"
 
 // A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
 // Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise or they are released.
@@ -67,16 +67,24 @@ bool fit_next(Fit* fit) {
     }
 }
 
-// The command of a choice; batches beyond 64 sequences gain nothing.
-static const char* command(const FitRow* row) {
-    const Options* o = &row->o;
-    const long long batch = row->batch < 64 ? row->batch : 64;
-    const char* less = row->way % RELEASES == 0 ? "" : text_kept(" --recompute %s", o->recompute);
-    const char* release = strcmp(o->release, "on") != 0 ? ""
-                                                        : text_kept(" --release on --clip-by %s --tokens-per-step %lld",
-                                                                    o->clip_by, batch * o->seq);
-    return text_kept("./train --%s %s --preset %s%s%s --batch %lld", option_given(o, "size") ? "size" : "model",
-                     shell_word(o->model), o->preset, less, release, batch);
+// The command of a choice, with all that was typed; batches beyond 64 sequences gain nothing.
+static const char* command(const Fit* fit, const FitRow* row) {
+    const Options *o = &row->o, *asked = fit->asked;
+    const bool releases = strcmp(o->release, "on") == 0;
+    const char* more = releases ? " clip-by tokens-per-step" : "";
+    const char* own = text_kept("fit model size preset recompute release batch%s", more);
+    const char* text = text_kept("./train --%s %s --preset %s", option_given(o, "size") ? "size" : "model",
+                                 shell_word(o->model), o->preset);
+    long long batch = row->batch < 64 ? row->batch : 64;
+    while (!releases && asked->tokens_per_step > 0 && asked->tokens_per_step / o->seq % batch != 0) batch--;
+    if (row->way % RELEASES != 0) text_add(&text, " --recompute %s", o->recompute);
+    if (releases) text_add(&text, " --release on --clip-by %s --tokens-per-step %lld", o->clip_by, batch * o->seq);
+    text_add(&text, " --batch %lld", batch);
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        if (!asked->given[i] || text_among(OPTIONS[i].name, own, ' ')) continue;
+        text_add(&text, " --%s %s", OPTIONS[i].name, shell_word(option_text(&OPTIONS[i], asked)));
+    }
+    return text;
 }
 
 static void print_row(const FitRow* row, bool first) {
@@ -87,10 +95,9 @@ static void print_row(const FitRow* row, bool first) {
     if (first) {
         printf(
             "%s, %lld parameters, sequences of %lld tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
-            "  %-12s %-13s %5s %8s %8s %9s %11s %7s %8s",
+            "  %-12s %-13s %5s %8s %8s %9s %11s %7s %8s%s\n",
             row->o.model, (long long)row->parameters, row->o.seq, "--preset", "--recompute", "batch", "weights",
-            "states", "gradients", "activations", "other", "total");
-        plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
+            "states", "gradients", "activations", "other", "total", plan->host > 0 ? "     host" : "");
     }
     printf("  %-12s %-13s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", row->o.preset, way, largest,
            (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
@@ -100,11 +107,14 @@ static void print_row(const FitRow* row, bool first) {
 
 bool fit_print(const Fit* fit) {
     const FitRow* rows = fit->rows;
-    for (int i = 0; finds_models(fit) && i < fit->count; i++)
-        printf("%5.1fB parameters  %s\n", 1e-9 * (double)rows[i].parameters, command(&rows[i]));
-    if (finds_models(fit)) return fit->count > 0;
-    for (int i = 0; i < 2 && i < fit->count && rows[i].batch > 0; i++)
-        printf("%-8s %s\n", i == 0 ? "best" : "or", command(&rows[i]));
-    for (int i = 0; i < SHOWN && i < fit->count; i++) print_row(&rows[i], i == 0);
+    const bool models = finds_models(fit);
+    for (int i = 0; i < (models ? PRESET_COUNT : 2) && i < fit->count && rows[i].batch > 0; i++) {
+        const char* size = text_kept("%5.1fB parameters  ", 1e-9 * (double)rows[i].parameters);
+        printf("%s%s\n", models ? size : i == 0 ? "best     " : "or       ", command(fit, &rows[i]));
+    }
+    if (fit->count > 0 && rows[0].batch > 0 && !*fit->asked->data)
+        printf("add      --data DIR, your text in %s tokens; else they train on the built-in text\n",
+               *fit->folder ? "the model's" : "GPT-2's");
+    for (int i = 0; !models && i < SHOWN && i < fit->count; i++) print_row(&rows[i], i == 0);
     return fit->count > 0;
 }

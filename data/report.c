@@ -87,31 +87,21 @@ void report_memory(RunFolder* run, const MemoryPlan* memory, int64_t available) 
             large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
 }
 
-const char* run_identity(RunFolder* run) {
-    Dataset *train = &run->train_data, *val = &run->val_data;
-    char* text;
-    size_t length;
-    if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {
-        return data_error(run->error, "--data: %s", run->error), NULL;
-    }
-    FILE* file = text_stream(&text, &length);
+const char* run_identity(const RunFolder* run) {
+    const Dataset *train = &run->train_data, *val = &run->val_data;
+    const Prompts* p = &run->prompts;
+    const char* text = text_kept("--data or --model with%s a tokenizer\1", run->samples ? "" : "out");
     for (int i = 0; i < OPTION_COUNT; i++) {
         const Option* option = &OPTIONS[i];
         if (option->type == OPTION_FLAG || text_among(option->name, "run resume data val join-timeout", ' ')) continue;
-        fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->options)));
+        text_add(&text, "--%s %s\1", option->name, shell_word(option_text(option, run->options)));
     }
-    fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(run->resumed, "crc32c", 0));
-    fprintf(file, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
-            (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
-    fclose(file);
+    text_add(&text, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(run->resumed, "crc32c", 0));
+    text_add(&text, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
+             (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
+    text_add(&text, "--prompt-file of %d prompts (checksum %08x)\1--eval of files with checksum %08x\1", p->count,
+             crc32c(crc32c(0, p->length, 4ll * p->count), p->tokens, 4ll * p->all), run->tasks);
     return text;
-}
-
-const char* run_identity_of_samples(const RunFolder* run) {
-    const Prompts* p = &run->prompts;
-    const uint32_t crc = crc32c(crc32c(0, p->length, 4ll * p->count), p->tokens, 4ll * p->all);
-    return text_kept("--data or --model with%s a tokenizer\1--prompt-file of %d prompts (checksum %08x)\1",
-                     run->samples ? "" : "out", p->count, crc);
 }
 
 static bool step_log(RunFolder* run, const StepReport* step) {

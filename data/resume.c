@@ -196,11 +196,12 @@ static void resume_rate(RunFolder* run) {
              now->warmup);
 }
 
-void resume_state(RunFolder* run) {
-    const Dataset* data = &run->train_data;
-    RunState now = {.data_tokens = data->tokens, .data_crc = data->crc, .val_crc = run->val_data.crc};
+bool resume_state(RunFolder* run) {
+    Dataset *data = &run->train_data, *val = &run->val_data;
+    if (!dataset_fingerprint(data, run->error) || !dataset_fingerprint(val, run->error)) return false;
+    RunState now = {.data_tokens = data->tokens, .data_crc = data->crc, .val_crc = val->crc};
     now.best_val = INFINITY, run->state = now;
-    if (!run->resumed) return;
+    if (!run->resumed) return true;
     RunState* state = &run->state;
     *state = run_state_read(run->resumed, &now);
     snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%s", run->checkpoint);
@@ -217,4 +218,5 @@ void resume_state(RunFolder* run) {
     state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
     resume_rate(run);
     state->tokens = state->sequences * run->options->seq;
+    return true;
 }

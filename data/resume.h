@@ -13,8 +13,8 @@ bool resume_find(RunFolder* run, char* error);
 // checkpoint, or else that of --model. Refuses options that mean something else than training, but would train.
 bool resume_take(RunFolder* run, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
-// if the next learning rate is larger than the checkpoint's would be: it then rises as in a warm-up.
-void resume_state(RunFolder* run);
+// if the next learning rate is larger than the checkpoint's would be: it then rises. False if data cannot be read.
+bool resume_state(RunFolder* run);
 // Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and those of
 // one start of the program: its files of prompts and evaluations may be a stranger's choice. Lists what differs.
 // Options that determine the model's shape must be the same.

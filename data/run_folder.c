@@ -263,7 +263,7 @@ bool run_folder_open(RunFolder* run, int vocabulary, int64_t size) {
     }
     tokenizer_begin(run, *weights && tokenizer_exists(weights) ? weights : run->train_data.tokenizer, vocabulary);
     return (o->eval_every == 0 ||
-            evaluation_check(o->eval, run->tokenizer, vocabulary, run->quiet ? "" : o->eval_out, error)) &&
+            evaluation_check(o->eval, run->tokenizer, vocabulary, run->quiet ? "" : o->eval_out, &run->tasks, error)) &&
            prompts_open(&run->prompts, o->prompt, o->prompt_file, run->samples ? run->tokenizer : NULL, vocabulary,
                         error);
 }

@@ -30,6 +30,7 @@ typedef struct {
     Json* config;          // config.json of the model or checkpoint that the run began with, or NULL
     bool samples;          // the tokenizer fits the model
     Prompts prompts;
+    uint32_t tasks;                // checksum of the files of --eval, or 0
     char error[DATA_ERROR_BYTES];  // the sentence about what has failed
 } RunFolder;
 

@@ -167,13 +167,16 @@ def against_adamw32(name, configuration):
 
 
 def muon_preset(name):
-    """Returns the cells of README.md for a matrix of muon's: bytes, difference to adamw32, seeds."""
-    bytes_held = float(listed("--list-presets")[name][4])
-    weights = float(listed("--list-formats", "--weights")[listed("--list-presets")[name][1]][2])
+    """Returns the cells of README.md for a matrix of muon's: bytes, difference to adamw32 (muon8w8: to muon8), seeds."""
+    row = listed("--list-presets")[name]
+    weights = float(listed("--list-formats", "--weights")[row[1]][2])
+    stored = f"{size(weights)} + {size(float(row[4]) - weights)}"
+    if name == "muon8w8":
+        difference, count = cost("d6_muon8w8", name, "")
+        return [stored, f"{difference} above `muon8`", count]
     base, found = study("d6_muon")["adamw32"], pairs("d6_muon", name, "adamw32")
     error = float(base["standard_error"]) * math.sqrt(int(base["pairs"]) / len(found))  # pairs scatter by the pooled sd
-    difference = f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}"
-    return [f"{size(weights)} + {size(bytes_held - weights)}", difference, str(len(found))]
+    return [stored, f"{rounded(fmean(found), 3)} ± {rounded(error, 3)}", str(len(found))]
 
 
 def best_of_rules():
@@ -227,7 +230,7 @@ def by_bytes():
     costs = {name: cost("d6", name) + cost("d6", name + " beta2 0.999") + cost("gpt2", name) for name in ADAMW}
     presets = {name: stored[name] + cost("d6", name, "") for name in ("adamw8e", "adamw4l", "fp8w8e", "int8w4")}
     presets |= {"adamw32": stored["adamw32"] + ["0", study("d6")["adamw32"]["seeds_done"]]}
-    presets |= {name: muon_preset(name) for name in ("muon", "muon8")}
+    presets |= {name: muon_preset(name) for name in ("muon", "muon8", "muon8w8")}
     heads = {"Wikipedia (": [None, None]}  # its records were not kept; dev/LOG.md has it
     for row, name in HEADS.items():
         differences = [rounded(pair, 3, "+") for pair in pairs(name, "layers and head", "bf16")]
@@ -280,6 +283,7 @@ SENTENCES = {
         loss {default:.4f} (best {default:.4f}) {bits:.4f} bits
         3 to 4 minutes, loss {default:.2f} |
         with `adamw32` ended {muon_gain:.2f} higher (one seed)
+        `muon8w8` holds {muon8w8_held:.2f} bytes a parameter at 1558M
         10.8M parameters, {on_gpu[4]} s, loss {on_gpu[2]} |
         its head beside llm.c | {faster[0]} / {faster[3]}, {beside[0]} / {beside[3]} times llm.c
         is {fp8_speed:.2f} times as fast as bf16 at 124M
@@ -362,6 +366,7 @@ def of_texts():
         "muon_gain": number(md(FIRST, "# What", "`--preset adamw32`, H200", 3)[2]) - number(md(FIRST, "# What", "default run, H200", 3)[2]),
         "on_gpu": md(FIRST, "# What", "default run, H200", 5),
         "fp8_speed": number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0]),
+        "muon8w8_held": number((ROOT / LARGEST).read_text().partition("`muon8w8` is planned with")[2]),
         "largest": [number(md(LARGEST, "One card", row, 3)[2]) for row in ("H200", "H100 80GB | `--size")],
         "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states", 6)[5]),
         "core": round(int(re.search(r"^core +(\d+)", (ROOT / "dev/limits.txt").read_text(), re.M).group(1)), -2),

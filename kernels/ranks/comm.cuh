@@ -427,10 +427,9 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Ends the run if `text`, the options that a rank was started with, each followed by a byte 1, differs from rank 0's,
-// or is NULL (with a sentence in `error`).
-inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
-    require(text, error);
+// Ends the run if `text`, what a rank was started with and has read, each part followed by a byte 1, differs from rank
+// 0's.
+inline void comm_require_same(const Launch* launch, const char* text) {
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
     launch_broadcast(launch, &bytes, sizeof(bytes));
     char* first = (char*)memory_zero((size_t)bytes, 1);
@@ -438,7 +437,7 @@ inline void comm_require_same(const Launch* launch, const char* text, const char
     launch_broadcast(launch, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
     if (text[at] == first[at]) return free(first);
-    while (at > 0 && text[at - 1] != 1) at--;  // where the first option that differs begins
+    while (at > 0 && text[at - 1] != 1) at--;  // where the first part that differs begins
     user_error("it has other options or other data than rank 0: %.*s, and rank 0 %.*s; start all alike",
                (int)strcspn(text + at, "\1"), text + at, (int)strcspn(first + at, "\1"), first + at);
 }
