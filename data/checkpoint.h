@@ -50,9 +50,9 @@ typedef struct {
 typedef struct {
     char* error;
     const char *run_folder, *path;
-    const char* folder;          // `path` with .tmp, while it is written; NULL: this process writes nothing
-    bool nonfinite;              // a value was not finite
-    SafetensorsWriter* tensors;  // of the file that is open
+    const char* folder;         // `path` with .tmp, while it is written; NULL: this process writes nothing
+    bool nonfinite;             // a value was not finite
+    SafetensorsWriter tensors;  // of the file that is open
     CheckpointFile file[16];
     int files;
     bool bf16;  // all tensors of the model are bf16

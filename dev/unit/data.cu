@@ -58,7 +58,8 @@ DATA_TEST(data_files) {
     expect(disk_holds(joined(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
     expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1.07e+09 GiB and ");
     const SafetensorsTensor huge = tensor_of("huge", "F32", {1ll << 50});
-    expect_refused(safetensors_begin(joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
+    SafetensorsWriter writer;
+    expect_refused(safetensors_begin(&writer, joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on");
     expect(!exists(folder, "huge"), "a file that has no room was begun");
     // A write that the system cuts short leaves the old file as it was.
     put_text(path, "kept");
@@ -147,13 +148,14 @@ static unsigned char entry_byte(int64_t i) {
 static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_t* crc, int64_t* bytes) {
     unsigned char data[ENTRY_TOTAL];
     for (int i = 0; i < ENTRY_TOTAL; i++) data[i] = entry_byte(i);
-    SafetensorsWriter* writer = safetensors_begin(path, entries, ENTRIES, "pt", error);
-    expect(writer, "%s", error);
+    SafetensorsWriter writer;
+    expect(safetensors_begin(&writer, path, entries, ENTRIES, "pt", error), "%s", error);
     for (int64_t at = 0; at < ENTRY_TOTAL; at += piece) {
         int64_t count = piece < ENTRY_TOTAL - at ? piece : ENTRY_TOTAL - at;
-        expect(safetensors_write(writer, data + at, count), "%s", error);
+        expect(safetensors_write(&writer, data + at, count), "%s", error);
     }
-    expect(safetensors_finish(writer, crc, bytes), "%s", error);
+    expect(safetensors_finish(&writer), "%s", error);
+    *crc = writer.crc, *bytes = writer.bytes;
 }
 
 DATA_TEST(data_safetensors_round_trip) {
@@ -228,16 +230,16 @@ DATA_TEST(data_safetensors_bad) {
 DATA_TEST(data_safetensors_writer_errors) {
     const char* path = joined(folder, "x");
     SafetensorsTensor entry = tensor_of("x", "F32", {8});
-    uint32_t crc = 0;
-    int64_t bytes = 0;
+    SafetensorsWriter writer;
     char data[64] = {0};
-    expect_refused(safetensors_begin(joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
+    expect_refused(safetensors_begin(&writer, joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
     // A full disk shows at the write that finds it, be it the header's or a tensor's, and later calls fail too.
-    with_file_limit(
-        16, [&] { expect_refused(safetensors_begin(path, &entry, 1, NULL, error), error, "x: File too large"); });
+    with_file_limit(16, [&] {
+        expect_refused(safetensors_begin(&writer, path, &entry, 1, NULL, error), error, "x: File too large");
+    });
     with_file_limit(80, [&] {  // the header has 64 bytes
-        SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, NULL, error);
-        expect_refused(safetensors_write(writer, data, 32), error, "x: File too large");
-        expect(!safetensors_finish(writer, &crc, &bytes), "it ends well");
+        expect(safetensors_begin(&writer, path, &entry, 1, NULL, error), "%s", error);
+        expect_refused(safetensors_write(&writer, data, 32), error, "x: File too large");
+        expect(!safetensors_finish(&writer), "it ends well");
     });
 }
