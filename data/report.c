@@ -181,7 +181,7 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin) {
     const bool first = state->step == step->timer.first + 1, last = state->step == steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
     step->eta = step->gpu && first && !last ? -1 : takes * (double)(steps - state->step);
-    state->sequences += tokens / o->seq, state->tokens += tokens;
+    state->sequences += tokens / o->seq;
     state->skipped += step->skipped;
     if (step->saturated > 0) state->saturated += (int64_t)step->saturated;
     state->skipped_last = step->skipped ? state->skipped_last + 1 : 0;

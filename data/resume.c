@@ -216,5 +216,4 @@ void resume_state(RunFolder* run) {
     }
     state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
     resume_rate(run);
-    state->tokens = state->sequences * run->options->seq;
 }
