@@ -26,13 +26,13 @@
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/options.h"           // Options: what a run was asked for, and the table of all options
-#include "data/report.h"            // report_step_done, Samples, ...: lines of the terminal and of log.jsonl
+#include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // resume_find, ...: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
-#include "data/sampling.h"          // Prompts: texts as tokens
+#include "data/sampling.h"          // Samples: tokens as text, printed or logged
 #include "data/schedule.h"          // learning_rate, defaults_choose: what `auto` means
 #include "data/signals.h"           // signal_stop, signal_save
-#include "data/tokenizer.h"         // Tokenizer: text <-> tokens
+#include "data/tokenizer.h"         // Tokenizer: text <-> tokens; Prompts
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, copy_to_host, ...
@@ -591,7 +591,7 @@ static double validate(Model* m, const Dataset* data, int64_t tokens) {
     return stops(m) ? NAN : (float)sum;
 }
 
-// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/report.h and data/evaluation.h.
+// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/sampling.h and data/evaluation.h.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
