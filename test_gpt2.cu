@@ -88,15 +88,15 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
 }
 
 // Feeds one micro-batch from host memory, (B, T) each, with order and buckets as data/loader.h describes them.
-static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
+static void feed(Model* m, const int* tokens, const int* targets, bool first, float share) {
     const int n = m->B * m->T;
     std::vector<int> order(n), bucket(2 * (n + 1));
-    const int buckets = list_by_token(tokens, n, m->shape.V, order.data(), bucket.data());
+    m->input.buckets = list_by_token(tokens, n, m->shape.V, order.data(), bucket.data());
     copy_to_device(m->dev, m->input.tokens, tokens, n * sizeof(int));
     copy_to_device(m->dev, m->input.targets, targets, n * sizeof(int));
     copy_to_device(m->dev, m->input.order, order.data(), n * sizeof(int));
-    copy_to_device(m->dev, m->input.bucket, bucket.data(), 2 * (buckets + 1) * sizeof(int));
-    micro_batch(m, buckets, m->B, true, first, share);
+    copy_to_device(m->dev, m->input.bucket, bucket.data(), 2 * (m->input.buckets + 1) * sizeof(int));
+    micro_batch(m, m->B, true, first, share);
     device_sync(m->dev);
 }
 

@@ -26,19 +26,19 @@
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
 #include "data/options.h"           // Options: what a run was asked for, and the table of all options
-#include "data/report.h"            // report_step_done, Samples, ...: lines of the terminal and of log.jsonl
+#include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // resume_find, ...: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
-#include "data/sampling.h"          // Prompts: texts as tokens
+#include "data/sampling.h"          // Samples: tokens as text, printed or logged
 #include "data/schedule.h"          // learning_rate, defaults_choose: what `auto` means
 #include "data/signals.h"           // signal_stop, signal_save
-#include "data/tokenizer.h"         // Tokenizer: text <-> tokens
+#include "data/tokenizer.h"         // Tokenizer: text <-> tokens; Prompts
 #include "kernels/attention.cuh"    // attention_forward, attention_backward
 #include "kernels/classifier.cuh"   // classifier (fused softmax and cross-entropy), loss_mean
 #include "kernels/common.cuh"       // Device, check, copy_to_host, ...
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
-#include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
+#include "kernels/feeder.cuh"       // Feeder: micro-batches to the device
 #include "kernels/gpus.cuh"         // device_imagine, device_describe, device_peak
 #include "kernels/linear_fp8.cuh"   // Linear, Norm, linear_forward, norm_forward, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
@@ -100,7 +100,7 @@ struct Model {
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_of
-    Input input;        // a micro-batch
+    Batch input;        // a micro-batch
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
@@ -390,7 +390,7 @@ static void block_backward(const Model* m, Activations<X, G>* a, int l) {
 // and are rounded to G once per micro-batch; with several micro-batches G is float, unless --grads bf16 asks for less
 // memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
+static void gpt2_backward(const Model* m, Activations<X, G>* a) {
     const Device* dev = m->dev;
     const int L = m->shape.L, C = m->shape.C;
     device_zero(dev, a->dresidual, a->N * C * (int64_t)sizeof(X));
@@ -403,27 +403,27 @@ static void gpt2_backward(const Model* m, Activations<X, G>* a, int buckets) {
         arena_layer_end(&m->arena, l < L ? l : part_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), a->dwte, a->dwpe, m->dwte_sum, a->dresidual,
-                             m->input.order, m->input.bucket, buckets, a->B, a->T, C, m->shape.Vp, a->adds);
+                             m->input.order, m->input.bucket, m->input.buckets, a->B, a->T, C, m->shape.Vp, a->adds);
     arena_layer_end(&m->arena, part_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
 // gradients of loss * share to m->arena.grads. The first one of a step overwrites these, and so does each one if it is
-// reduced across ranks at once. m->input has the tokens, of which `buckets` are distinct.
+// reduced across ranks at once. m->input has the tokens.
 template <typename X, typename G>
-static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
+static void gpt2_micro_batch(const Model* m, int B, bool train, bool first, float share) {
     Activations<X, G> a = activations_of<X, G>(m, m->activations, train);
     a.B = B, a.N = (int64_t)B * a.T, a.adds = !first && !shard_splits(m->arena.shard, SHARD_GRADS);
     gpt2_forward(m, &a, m->input.tokens);
     gpt2_losses(m, &a, m->input.targets, train, share / (float)a.N);
     loss_mean(m->dev, m->scalars, m->losses, a.N, !first, share / (float)a.N);
-    if (train) gpt2_backward(m, &a, buckets);
+    if (train) gpt2_backward(m, &a);
 }
 
-static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
-    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, buckets, B, train, first, share);
-    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, buckets, B, train, first, share);
-    gpt2_micro_batch<bf16, float>(m, buckets, B, train, first, share);
+static void micro_batch(const Model* m, int B, bool train, bool first, float share) {
+    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, B, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, B, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, B, train, first, share);
 }
 
 // Scores a batch that evaluation_fill has made: the loss (-ln p) at each place, and whether its token is the likeliest.
@@ -431,7 +431,7 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
 template <typename X>
 static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBatch* batch) {
     Activations<X, float> a = activations_of<X, float>(m, m->activations, false);
-    const Input* input = &m->input;
+    const Batch* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
                                input->targets,      input->bucket, m->losses};
@@ -492,7 +492,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
                                           : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
     m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
-    m->input = input_alloc(m->dev, N);
+    m->input = batch_at((int*)device_alloc(m->dev, input_bytes(N)), N);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
@@ -513,11 +513,12 @@ static void model_free(Model* m) {
 static void warm_up_and_autotune(Model* m, Device* dev) {
     if (!dev->gpu) return;
     dev->warms_up = true;
+    input_blank(dev, &m->input);
     const bool use_current_scaling = m->fp8.use_current_scaling;
     for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
         m->fp8.use_current_scaling = way == 1;
         shard_micro_batch(m->arena.shard, true, true);
-        micro_batch(m, input_blank(dev, &m->input), m->B, true, true, 1.0f);
+        micro_batch(m, m->B, true, true, 1.0f);
     }
     m->fp8.use_current_scaling = use_current_scaling;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
@@ -551,11 +552,10 @@ static void train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     for (int64_t i = 0; i < micro_batches; i++) {
         shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
         named(m->dev, "data");
-        int buckets = feeder_next(feeder, &m->input);
-        const bool bad = buckets < 0;
-        if (bad) buckets = input_blank(m->dev, &m->input);
+        const bool bad = !feeder_next(feeder, &m->input);
+        if (bad) input_blank(m->dev, &m->input);
         if (bad && m->arena.shard) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        micro_batch(m, buckets, m->B, true, i == 0, bad ? NAN : 1.0f / (float)(micro_batches * m->launch->world));
+        micro_batch(m, m->B, true, i == 0, bad ? NAN : 1.0f / (float)(micro_batches * m->launch->world));
     }
     arena_step(&m->arena);
 }
@@ -573,16 +573,15 @@ static bool asks_to_stop(const Model* m) {
 
 // Returns the mean loss over the first windows of the validation data, at most `tokens` tokens, or NaN if a signal
 // stops it. Ranks take turns at batches, as many each; rows beyond the last window do not count.
-static double validate(const Model* m, const Dataset* data, int64_t tokens) {
+static double validate(Model* m, const Dataset* data, int64_t tokens) {
     int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)m->launch->rank * m->B;
     LoaderSlice slice = {m->B, (int64_t)m->launch->world * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
         const int B = (int)std::clamp<int64_t>(windows - done - before, 0, m->B);  // of the last batch only the first
-        int buckets = feeder_next(&feeder, &m->input);
-        if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
+        if (!feeder_next(&feeder, &m->input)) user_error("validation data: %s", feeder.error);
+        micro_batch(m, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
     copy_to_host(m->dev, &loss, m->scalars, sizeof(float));
@@ -592,7 +591,7 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     return stops(m) ? NAN : (float)sum;
 }
 
-// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/report.h and data/evaluation.h.
+// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/sampling.h and data/evaluation.h.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
@@ -1087,7 +1086,7 @@ static void run_sample(Run* run) {
 // True if the weights at the end of a run are useless: no step changed them, or their loss is not finite. The loss is
 // the last validation's; without validations, that of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
-    const Model* m = run->model;
+    Model* m = run->model;
     const RunState* state = &run->folder.state;
     if (stops(m) || (run->options->val_every == 0 && state->skipped_last == 0)) return false;
     if (state->skipped > 0 && state->skipped == state->step) return true;

@@ -69,19 +69,18 @@ RunState run_state_read(const Json* json, const RunState* otherwise) {
 
 // Completes the file of tensors that is open, if one is.
 static bool tensors_end(CheckpointWriter* writer) {
-    SafetensorsWriter* tensors = writer->tensors;
-    if (!tensors) return true;
+    SafetensorsWriter* tensors = &writer->tensors;
+    if (!tensors->path) return true;
     CheckpointFile* file = &writer->file[writer->files - 1];
-    writer->tensors = NULL;
-    return safetensors_finish(tensors, &file->crc, &file->bytes);
+    file->crc = tensors->crc, file->bytes = tensors->bytes;
+    return safetensors_finish(tensors);
 }
 
 static bool tensors_begin(CheckpointWriter* writer, const char* name, const SafetensorsTensor* tensors, int count,
                           const char* format) {
     if (!tensors_end(writer)) return false;
     writer->file[writer->files++] = (CheckpointFile){name, 0, -1};
-    writer->tensors = safetensors_begin(path_in(writer->folder, name), tensors, count, format, writer->error);
-    return writer->tensors != NULL;
+    return safetensors_begin(&writer->tensors, path_in(writer->folder, name), tensors, count, format, writer->error);
 }
 
 // The tensor as files have it: transformers' name and orientation, no padding of the vocabulary.
@@ -113,7 +112,7 @@ bool checkpoint_bytes(CheckpointWriter* writer, const SafetensorsTensor* array, 
     if (!writer->folder) return true;
     const int64_t first = at / safetensors_dtype_bytes(array->dtype);
     writer->nonfinite = !values_finite(array->name, array->dtype, values, bytes, first, writer->error);
-    return !writer->nonfinite && safetensors_write(writer->tensors, values, bytes);
+    return !writer->nonfinite && safetensors_write(&writer->tensors, values, bytes);
 }
 
 bool checkpoint_tensor(CheckpointWriter* writer, const ModelTensor* tensor, const void* values) {
@@ -185,7 +184,7 @@ bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
 void checkpoint_abandon(CheckpointWriter* writer) {
     char ignored[DATA_ERROR_BYTES];
     if (!writer->folder) return;
-    if (writer->tensors) safetensors_abandon(writer->tensors);
+    writer->tensors.failed = true, tensors_end(writer);
     folder_remove(writer->folder, ignored);
 }
 

@@ -24,7 +24,6 @@ typedef struct {
     int64_t skipped, skipped_last;  // steps that changed nothing (--on-nonfinite): all, and the latest ones in a row
     double best_val;                // infinite before the first validation
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
-    int64_t tokens;                 // of those sequences; not stored
     int64_t best_step;              // of best_val, if this process found it; not stored
     RateRise rise;
     int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
@@ -50,9 +49,9 @@ typedef struct {
 typedef struct {
     char* error;
     const char *run_folder, *path;
-    const char* folder;          // `path` with .tmp, while it is written; NULL: this process writes nothing
-    bool nonfinite;              // a value was not finite
-    SafetensorsWriter* tensors;  // of the file that is open
+    const char* folder;         // `path` with .tmp, while it is written; NULL: this process writes nothing
+    bool nonfinite;             // a value was not finite
+    SafetensorsWriter tensors;  // of the file that is open
     CheckpointFile file[16];
     int files;
     bool bf16;  // all tensors of the model are bf16

@@ -6,26 +6,22 @@
 #include "text.h"
 
 static const struct {
-    const char* name;
+    const char* names;
     Gpt2Shape shape;
-} names[] = {
-    {"gpt2", {12, 768, 12, 1024, 0, 0}},
-    {"gpt2-medium", {24, 1024, 16, 1024, 0, 0}},
-    {"gpt2-large", {36, 1280, 20, 1024, 0, 0}},
-    {"gpt2-xl", {48, 1600, 25, 1024, 0, 0}},
+} shapes[] = {
+    {"gpt2|d12", {12, 768, 12, 1024, 0, 0}},
+    {"gpt2-medium|d24", {24, 1024, 16, 1024, 0, 0}},
+    {"gpt2-large|d36", {36, 1280, 20, 1024, 0, 0}},
+    {"gpt2-xl|d48", {48, 1600, 25, 1024, 0, 0}},
     {"nano", {4, 128, 2, 64, 0, 0}},
     {"d6", {6, 384, 6, 1024, 0, 0}},
-    {"d12", {12, 768, 12, 1024, 0, 0}},
-    {"d24", {24, 1024, 16, 1024, 0, 0}},
-    {"d36", {36, 1280, 20, 1024, 0, 0}},
-    {"d48", {48, 1600, 25, 1024, 0, 0}},
     {"d60", {60, 1920, 30, 1024, 0, 0}},
     {"d72", {72, 2880, 45, 1024, 0, 0}},
     {"d84", {84, 3456, 54, 1024, 0, 0}},
     {"d96", {96, 5120, 40, 1024, 0, 0}},
     {"d120", {120, 6400, 50, 1024, 0, 0}},
 };
-enum { NAMES = sizeof(names) / sizeof(names[0]) };
+enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
 
 // Returns the depth of GPT-3's models at a width, interpolated in logarithms; at 64 channels it is one layer.
 static double usual_layers(int channels) {
@@ -90,8 +86,8 @@ bool gpt2_take_size(Options* o, char* error) {
 
 const Gpt2Shape* gpt2_named(const char* name) {
     static Gpt2Shape sized;
-    for (int i = 0; i < NAMES; i++) {
-        if (strcmp(name, names[i].name) == 0) return &names[i].shape;
+    for (int i = 0; i < SHAPES; i++) {
+        if (text_among(name, shapes[i].names, '|')) return &shapes[i].shape;
     }
     const double wanted = size_number(name);
     return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
@@ -105,7 +101,7 @@ bool gpt2_unknown(const char* name, char* error) {
                           "download %s --local-dir %s, and then --model ./%s",
                           name, name, owner + 1, owner + 1);
     }
-    for (int i = 0; i < NAMES; i++) text_add(&text, "%s%s", i ? "|" : "", names[i].name);
+    for (int i = 0; i < SHAPES; i++) text_add(&text, "%s%s", i ? "|" : "", shapes[i].names);
     return data_error(
         error, "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
         name, text);

@@ -471,10 +471,7 @@ static void loader_memory(Loader* loader, void* (*pinned_alloc)(size_t)) {
     int64_t each = (3 * n + 2 * rows + 63) / 64 * 64;
     loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
     loader->count = memory_take((size_t)loader->data->vocabulary * sizeof(int));
-    for (int i = 0; i < RING; i++) {
-        int* at = loader->memory + i * each;
-        loader->batch[i] = (Batch){at, at + n, at + 2 * n, at + 3 * n, 0};
-    }
+    for (int i = 0; i < RING; i++) loader->batch[i] = batch_at(loader->memory + i * each, n);
 }
 
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,

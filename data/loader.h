@@ -69,7 +69,7 @@ int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 // A loader reads batches of B windows, the next one ahead on a thread. Without shuffle, sequence n is window n mod
 // windows, or, of a mixed data set, a fixed permutation of it.
 typedef struct Loader Loader;
-// The arrays lie one after another.
+// The arrays lie one after another, as batch_at puts them into memory for N = B*T tokens.
 typedef struct {
     int* tokens;   // (B, T)
     int* targets;  // (B, T)
@@ -77,6 +77,9 @@ typedef struct {
     int* bucket;   // (buckets, 2) [token, first index into order], one more row [-1, B*T] at the end
     int buckets;   // number of distinct tokens
 } Batch;
+static inline Batch batch_at(int* memory, int64_t N) {
+    return (Batch){memory, memory + N, memory + 2 * N, memory + 3 * N, 0};
+}
 // The sequences that one of several ranks reads: `run` of each `stride`. With S sequences in a step, rank r of W has
 // run = S / W and stride = S, and begins at first + r * run. Both 0: all sequences.
 typedef struct {

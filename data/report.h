@@ -43,25 +43,6 @@ bool report_validation(RunFolder* run, double loss, double seconds);
 // Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
-// Samples of a model: --samples of the first prompt, then of the second, and so on. Drawing tokens is the trainer's
-// part.
-typedef struct {
-    RunFolder* run;     // whose prompts go on
-    FILE* to;           // where samples are printed, a single one token by token; NULL: by the run, and in log.jsonl
-    const void* model;  // the caller's, who draws the tokens
-    // Zeros at first.
-    int64_t streamed;  // tokens of a single sample that are printed
-    int64_t drawn;     // tokens after the first ones, and the seconds that they took
-    double began, seconds;
-    char half[4];  // a character that the streamed tokens have begun
-    size_t half_bytes;
-} Samples;
-// Takes the next token of each of `count` samples; it ignores negative ones other than `end`. Replaces the end-of-text
-// token by `end` if samples stop at it, and prints the token of a single sample. Exits if the reader of `to` has gone.
-void samples_next(Samples* samples, int* tokens, int count, int end);
-// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, prompt included. After the last printed
-// sample, a line on stderr says how fast the tokens were drawn. On failure the run's `error` has a sentence.
-void samples_done(void* samples, int index, const int* tokens, int64_t used);
 // Reports an evaluation, outside of a run ("" as its path) on the terminal alone, and adds its scores to `out`, the
 // file of --eval-out or NULL.
 bool report_evaluation(RunFolder* run, const EvaluationPass* pass, FILE* out, double seconds);

@@ -217,6 +217,5 @@ bool resume_state(RunFolder* run) {
     }
     state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
     resume_rate(run);
-    state->tokens = state->sequences * run->options->seq;
     return true;
 }

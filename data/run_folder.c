@@ -202,8 +202,9 @@ bool run_folder_asks_save(RunFolder* run) {
 
 FILE* run_log_begin(RunFolder* run, const char* type) {
     if (!run->log) return NULL;
+    const int64_t tokens = run->state.sequences * run->options->seq;
     fprintf(run->log, "{\"type\": \"%s\", \"step\": %lld, \"tokens\": %lld, \"time_s\": %.3f", type,
-            (long long)run->state.step, (long long)run->state.tokens, seconds_now() - run->started);
+            (long long)run->state.step, (long long)tokens, seconds_now() - run->started);
     return run->log;
 }
 

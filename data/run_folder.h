@@ -4,7 +4,7 @@
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
-#include "sampling.h"
+#include "tokenizer.h"
 C_LINKAGE_BEGIN
 
 typedef struct {

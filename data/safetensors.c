@@ -103,19 +103,10 @@ static int64_t tensor_bytes(const char* dtype, const int64_t* shape, int dims) {
     return bytes;
 }
 
-struct SafetensorsWriter {
-    char *path, *error;
-    int descriptor;
-    int64_t written;   // bytes given so far, header included
-    int64_t expected;  // of the whole file
-    uint32_t crc;
-    bool failed;
-};
-
 // Appends bytes to the file and to its checksum.
 static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count) {
     writer->crc = crc32c(writer->crc, bytes, count);
-    writer->written += count;
+    writer->bytes += count;
     writer->failed = !file_write_all(writer->descriptor, writer->path, bytes, count, writer->error);
     return !writer->failed;
 }
@@ -140,8 +131,8 @@ static int64_t header_write(FILE* file, const SafetensorsTensor* tensors, int co
     return begin;
 }
 
-SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* tensors, int count,
-                                     const char* metadata_format, char* error) {
+bool safetensors_begin(SafetensorsWriter* writer, const char* path, const SafetensorsTensor* tensors, int count,
+                       const char* metadata_format, char* error) {
     SCOPED char* text;
     size_t length;
     FILE* header = text_stream(&text, &length);
@@ -149,41 +140,32 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* 
     fclose(header);
     const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     const int64_t bytes = 8 + (int64_t)padded + data;
-    const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
-    if (descriptor < 0) return NULL;
-    SafetensorsWriter* writer = memory_take(sizeof(SafetensorsWriter));
-    *writer = (SafetensorsWriter){text_copy(path), error, descriptor, 0, bytes, 0, false};
+    *writer = (SafetensorsWriter){.error = error, .expected = bytes};
+    writer->descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
+    if (writer->descriptor < 0) return false;
+    writer->path = text_kept("%s", path);
     char spaces[64];
     memset(spaces, ' ', sizeof(spaces));
-    if (writer_put(writer, &padded, 8) && writer_put(writer, text, (int64_t)length) &&
-        writer_put(writer, spaces, (int64_t)(padded - length))) {
-        return writer;
-    }
-    return safetensors_finish(writer, NULL, NULL), NULL;
+    return (writer_put(writer, &padded, 8) && writer_put(writer, text, (int64_t)length) &&
+            writer_put(writer, spaces, (int64_t)(padded - length))) ||
+           safetensors_finish(writer);
 }
 
 bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count) {
-    assert(count <= writer->expected - writer->written);
+    assert(count <= writer->expected - writer->bytes);
     return !writer->failed && writer_put(writer, bytes, count);
 }
 
-bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes) {
+bool safetensors_finish(SafetensorsWriter* writer) {
     const char* path = writer->path;
     bool ok = !writer->failed;
-    assert(!ok || writer->written == writer->expected);
+    assert(!ok || writer->bytes == writer->expected);
     ok = ok && file_sync(writer->descriptor, path, writer->error);
     // A network file system may report the full disk here and nowhere else.
     if (close(writer->descriptor) != 0 && ok)
         ok = data_error(writer->error, "cannot write %s: %s", path, strerror(errno));
-    if (crc) *crc = writer->crc;
-    if (bytes) *bytes = writer->written;
-    free(writer->path), free(writer);
+    writer->path = NULL;
     return ok;
-}
-
-void safetensors_abandon(SafetensorsWriter* writer) {
-    writer->failed = true;
-    safetensors_finish(writer, NULL, NULL);
 }
 
 // Reads an array of exact integers in [0, 2^63). Returns how many there are; -1: over `max`, others, or no array.

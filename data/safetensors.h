@@ -14,15 +14,21 @@ typedef struct {
 } SafetensorsTensor;
 
 // Writing: safetensors_begin takes the names, types and shapes of all tensors. safetensors_write takes their bytes in
-// the same order, in pieces, and writes each at once. safetensors_finish, after the last byte, syncs, returns the
-// CRC-32C and size of the file (either may be NULL), and frees the writer. The first failure, such as a full disk,
-// puts a sentence with path and reason into `error`; all calls after it return false.
-typedef struct SafetensorsWriter SafetensorsWriter;
-SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* tensors, int count,
-                                     const char* metadata_format /* "pt", or NULL */, char* error);
+// the same order, in pieces, and writes each at once. safetensors_finish, after the last byte, syncs and closes. The
+// first failure, such as a full disk, puts a sentence with path and reason into `error`; all calls after it return
+// false. A file that is given up, with `failed` set, is only closed. If safetensors_begin fails, nothing is open.
+typedef struct {
+    const char* path;  // NULL: no file is open
+    char* error;
+    int descriptor;
+    int64_t bytes, expected;  // written so far, header included; of the whole file
+    uint32_t crc;             // CRC-32C of what is written
+    bool failed;
+} SafetensorsWriter;
+bool safetensors_begin(SafetensorsWriter* writer, const char* path, const SafetensorsTensor* tensors, int count,
+                       const char* metadata_format /* "pt", or NULL */, char* error);
 bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count);
-bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes);
-void safetensors_abandon(SafetensorsWriter* writer);  // frees, leaves the file
+bool safetensors_finish(SafetensorsWriter* writer);
 
 // Reading: the tensors of one or several files. Every offset of a header, which has at most 100 MB, is checked against
 // the file's size. Tensors are read on request and not mapped, so that a file that is cut short is an error and not a

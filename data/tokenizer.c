@@ -482,13 +482,53 @@ Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
     return tokenizer_close(tokenizer), NULL;
 }
 
-int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max) {
-    const int end = tokenizer->end, begin = end >= 0 && end < V;
-    if (begin) tokens[0] = end;
-    if (!begin && !*prompt) {  // something must come first: a line end where there is one
-        if (tokenizer_encode(tokenizer, "\n", 1, tokens, 1) < 1 || tokens[0] >= V) tokens[0] = 0;
-        return 1;
+// Adds a prompt, after the end-of-text token if the vocabulary has it.
+static bool prompts_add(Prompts* prompts, const char* text, const Tokenizer* tokenizer, int V, char* error) {
+    const int at = prompts->count++, room = (int)strlen(text) + 16;
+    prompts->text = memory_grow(prompts->text, (size_t)prompts->count * sizeof(char*));
+    prompts->length = memory_grow(prompts->length, (size_t)prompts->count * sizeof(int));
+    prompts->tokens = memory_grow(prompts->tokens, (size_t)(prompts->all + room) * sizeof(int));
+    int* own = prompts->tokens + prompts->all;
+    const int end = tokenizer ? tokenizer->end : -1, begins = end >= 0 && end < V;
+    int length = 1;
+    own[0] = begins ? end : 0;
+    if (tokenizer && !begins && !*text) {  // something must come first: a line end where there is one
+        if (tokenizer_encode(tokenizer, "\n", 1, own, 1) < 1 || own[0] >= V) own[0] = 0;
+    } else if (tokenizer) {
+        const int encoded = tokenizer_encode(tokenizer, text, (int64_t)strlen(text), own + begins, room - begins);
+        length = encoded < 0 ? 0 : begins + encoded;
     }
-    const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, max - begin);
-    return encoded < 0 ? -1 : begin + encoded;
+    for (int i = 0; i < length && tokenizer; i++) {
+        if (own[i] >= V)
+            return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
+                              own[i], V);
+    }
+    prompts->text[at] = text, prompts->length[at] = length, prompts->all += length;
+    if (length > 0) return true;
+    return data_error(error, !tokenizer->encodes
+                                 ? "the prompt cannot be encoded without merges.txt; put it beside vocab.json"
+                                 : "the prompt has a character that the model's vocabulary lacks; type another prompt");
+}
+
+bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V,
+                  char* error) {
+    int64_t bytes = 0;
+    memset(prompts, 0, sizeof(*prompts));
+    if (!*file) return prompts_add(prompts, text, tokenizer, V, error);
+    SCOPED char* whole = file_read(file, &bytes, error);
+    if (!whole) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error);
+    const char* line = strncmp(whole, "\xEF\xBB\xBF", 3) == 0 ? whole + 3 : whole;
+    // A NUL would end its prompt.
+    bool ok = strlen(whole) == (size_t)bytes && text_is_utf8(whole, bytes) && line[strspn(line, "\r\n")];
+    if (!ok) data_error(error, "--prompt-file %s is no UTF-8 text, or empty; write prompts as UTF-8, one a line", file);
+    for (const char* prompt; ok && (prompt = text_word(&line, '\n'));) {
+        const int length = (int)strlen(prompt) - text_ends(prompt, "\r");
+        if (length > 0) ok = prompts_add(prompts, text_kept("%.*s", length, prompt), tokenizer, V, error);
+    }
+    return ok;
+}
+
+void prompts_close(Prompts* prompts) {
+    free(prompts->text), free(prompts->tokens), free(prompts->length);
+    memset(prompts, 0, sizeof(*prompts));
 }

@@ -34,7 +34,16 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
 // Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
 
-// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `max` tokens; -1 as above.
-int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max);
+typedef struct {
+    const char** text;
+    int* length;     // of each in tokens, at least 1
+    int* tokens;     // of all, one after another; each begins with the end-of-text token, if the tokenizer has one
+    int count, all;  // prompts, and their tokens
+} Prompts;
+
+// Encodes the prompts of a file, one per line, or `text` alone if `file` is "", for a model with a vocabulary of V.
+// Without a tokenizer (NULL) each prompt is one token 0.
+bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
+void prompts_close(Prompts* prompts);
 
 C_LINKAGE_END

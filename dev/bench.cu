@@ -160,9 +160,8 @@ struct Operators {
         back("d qkv", n, act.dbranch, &b->qkv, N, more);
     }
 
-    // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets`
-    // distinct tokens).
-    void sums(int buckets) {
+    // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding.
+    void sums() {
         const Fp8Codes codes = operand_codes(&b->attproj.dout), wide = operand_codes(&b->qkv.dout);
         account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
             norm_backward(dev, act.dresidual, act.dbranch, &b->ln2, b->residual2, &b->attproj, act.scratch, N, false);
@@ -178,15 +177,15 @@ struct Operators {
         });
         account(a, "embedding backward", mb, 0, NC * 2, [&] {
             embedding_backward<bf16, G>(dev, act.dwte, act.dwpe, m->dwte_sum, act.dresidual, m->input.order,
-                                        m->input.bucket, buckets, B, T, C, Vp, false);
+                                        m->input.bucket, m->input.buckets, B, T, C, Vp, false);
         });
     }
 
-    void all(int buckets) {
+    void all() {
         forward();
         head();
         layers_backward();
-        sums(buckets);
+        sums();
     }
 };
 
@@ -224,9 +223,9 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, Times* 
 
 // Every operator alone.
 static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config, int64_t micro_batches, Account* a) {
-    int buckets = feeder_next(feeder, &m->input);
-    if (m->arena.grads_bf16) Operators<bf16>{m, a, (double)micro_batches}.all(buckets);
-    if (!m->arena.grads_bf16) Operators<float>{m, a, (double)micro_batches}.all(buckets);
+    feeder_next(feeder, &m->input);
+    if (m->arena.grads_bf16) Operators<bf16>{m, a, (double)micro_batches}.all();
+    if (!m->arena.grads_bf16) Operators<float>{m, a, (double)micro_batches}.all();
     OptimBytes bytes = optim_bytes(m->dev, config, m->arena.tensors, m->arena.count, OPTIM_BF16);
     // All is read and written; but bf16+fp32's copy in bf16 is only written.
     const bool copy = strcmp(config->weights, "bf16+fp32") == 0;

@@ -5,20 +5,10 @@
 #include "../data/loader.h"
 #include "common.cuh"
 
-// A micro-batch of N tokens on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in
-// data/loader.h. They lie one after another, as those of a Batch do.
-struct Input {
-    int *tokens, *targets, *order, *bucket;
-    int64_t N;
-};
-
+// Returns the bytes of a micro-batch of N tokens, a Batch on the device: N tokens, targets and places in the order
+// each, and at most N + 1 buckets.
 inline int64_t input_bytes(int64_t N) {
     return (5 * N + 2) * (int64_t)sizeof(int);
-}
-
-inline Input input_alloc(const Device* dev, int64_t N) {
-    int* base = (int*)device_alloc(dev, input_bytes(N));
-    return {base, base + N, base + 2 * N, base + 3 * N, N};
 }
 
 // The loader reuses a batch's memory two batches later. So each copy has an event, which is waited for before the batch
@@ -40,27 +30,28 @@ inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, 
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }
 
-// Copies the next micro-batch to `input`. Returns the number of its distinct tokens; -1 with feeder->error on bad data.
-inline int feeder_next(Feeder* feeder, const Input* input) {
+// Copies the next micro-batch to `input`. False with feeder->error on bad data.
+inline bool feeder_next(Feeder* feeder, Batch* input) {
     const Device* dev = feeder->dev;
     cudaEvent_t event = feeder->copied[feeder->fed % 2];
     if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
     const Batch* batch = loader_next(feeder->loader, feeder->error);
-    if (!batch) return -1;
-    assert(batch->bucket == batch->tokens + 3 * input->N);
+    if (!batch) return false;
+    assert(batch->bucket - batch->tokens == input->bucket - input->tokens);
     feeder->fed++;
-    const int64_t count = 3 * input->N + 2 * ((int64_t)batch->buckets + 1);
+    input->buckets = batch->buckets;
+    const int64_t count = batch->bucket - batch->tokens + 2 * ((int64_t)batch->buckets + 1);
     copy_on(dev, dev->stream, input->tokens, batch->tokens, count * (int64_t)sizeof(int));
     if (dev->gpu) check(cudaEventRecord(event, dev->stream));
-    return batch->buckets;
+    return true;
 }
 
-// Writes a micro-batch of token 0 alone, for one that could not be read. Returns the number of its distinct tokens.
-inline int input_blank(const Device* dev, const Input* input) {
-    int bucket[4] = {0, 0, -1, (int)input->N};
-    device_zero(dev, input->tokens, input_bytes(input->N));
+// Writes a micro-batch of token 0 alone, for one that could not be read.
+inline void input_blank(const Device* dev, Batch* input) {
+    const int N = (int)(input->targets - input->tokens), bucket[4] = {0, 0, -1, N};
+    device_zero(dev, input->tokens, input_bytes(N));
     copy_to_device(dev, input->bucket, bucket, sizeof(bucket));
-    return 1;
+    input->buckets = 1;
 }
 
 inline void feeder_close(Feeder* feeder) {

@@ -14,16 +14,16 @@ TEST(model_file_names) {
         entries[t] = tensor_of(m.arena.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols});
         if (m.arena.tensors[t].rows == 1) entries[t] = tensor_of(m.arena.tensors[t].name, "F16", {cols});
     }
-    SafetensorsWriter* writer = safetensors_begin(path, entries.data(), m.arena.count, nullptr, error);
-    bool fine = true;
+    SafetensorsWriter writer;
+    bool fine = safetensors_begin(&writer, path, entries.data(), m.arena.count, nullptr, error);
     for (int t = 0; t < m.arena.count && fine; t++) {
         int64_t n = (t == WTE ? m.shape.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
         std::vector<uint16_t> half(n);
         for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
         half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24
-        fine = safetensors_write(writer, half.data(), n * 2);
+        fine = safetensors_write(&writer, half.data(), n * 2);
     }
-    expect(fine && safetensors_finish(writer, nullptr, nullptr), "%s", error);
+    expect(fine && safetensors_finish(&writer), "%s", error);
     model_read(&m, folder);
     const Floats values = weights_of(&m);
     for (int t = 0; t < m.arena.count; t++) {

@@ -6,6 +6,8 @@
 #include "files.h"
 #include "tensors.h"
 
+static SafetensorsWriter writer;  // of the file that is being written, or was
+
 // Pieces of any length give the sum of the whole: eight bytes at a time are as many single ones.
 TEST(data_crc32c) {
     expect(crc32c(0, "123456789", 9) == 0xE3069283u, "%08x", crc32c(0, "123456789", 9));
@@ -58,7 +60,7 @@ DATA_TEST(data_files) {
     expect(disk_holds(joined(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
     expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1.07e+09 GiB and ");
     const SafetensorsTensor huge = tensor_of("huge", "F32", {1ll << 50});
-    expect_refused(safetensors_begin(joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
+    expect_refused(safetensors_begin(&writer, joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on");
     expect(!exists(folder, "huge"), "a file that has no room was begun");
     // A write that the system cuts short leaves the old file as it was.
     put_text(path, "kept");
@@ -144,30 +146,29 @@ static unsigned char entry_byte(int64_t i) {
 }
 
 // Writes the five tensors above, in pieces of `piece` bytes.
-static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_t* crc, int64_t* bytes) {
+static void put_safetensors(Test* test, const char* path, int64_t piece) {
     unsigned char data[ENTRY_TOTAL];
     for (int i = 0; i < ENTRY_TOTAL; i++) data[i] = entry_byte(i);
-    SafetensorsWriter* writer = safetensors_begin(path, entries, ENTRIES, "pt", error);
-    expect(writer, "%s", error);
+    expect(safetensors_begin(&writer, path, entries, ENTRIES, "pt", error), "%s", error);
     for (int64_t at = 0; at < ENTRY_TOTAL; at += piece) {
         int64_t count = piece < ENTRY_TOTAL - at ? piece : ENTRY_TOTAL - at;
-        expect(safetensors_write(writer, data + at, count), "%s", error);
+        expect(safetensors_write(&writer, data + at, count), "%s", error);
     }
-    expect(safetensors_finish(writer, crc, bytes), "%s", error);
+    expect(safetensors_finish(&writer), "%s", error);
 }
 
 DATA_TEST(data_safetensors_round_trip) {
     const char* path = joined(folder, "model.safetensors");
     uint32_t first_crc = 0;
     for (int64_t piece : {1, 7, 4096, 100000}) {
-        uint32_t crc = 0;
-        int64_t bytes = 0, at = 0;
-        put_safetensors(test, path, piece, &crc, &bytes);
+        int64_t at = 0;
+        put_safetensors(test, path, piece);
+        const uint32_t crc = writer.crc;
         if (!first_crc) first_crc = crc;
         expect(crc == first_crc, "pieces of %lld", (long long)piece);
         Safetensors file;
         expect(safetensors_open(&file, path, error), "%s", error);
-        expect(file.file->bytes == bytes && file_crc(path) == crc && file.count == ENTRIES, "size, checksum, count");
+        expect(file.file->bytes == writer.bytes && file_crc(path) == crc && file.count == ENTRIES, "size, sum, count");
         expect(strcmp(json_string(json_get(file.file->header, "__metadata__"), "format", ""), "pt") == 0, "metadata");
         for (int i = 0; i < ENTRIES; at += entry_bytes[i++]) {
             const SafetensorsTensor* tensor = safetensors_find(&file, entries[i].name);
@@ -190,9 +191,8 @@ DATA_TEST(data_safetensors_round_trip) {
 DATA_TEST(data_safetensors_truncated) {
     const char* path = joined(folder, "whole");
     const char* cut = joined(folder, "cut");
-    uint32_t crc = 0;
     int64_t bytes = 0, refused = 0;
-    put_safetensors(test, path, 100000, &crc, &bytes);
+    put_safetensors(test, path, 100000);
     char* text = file_read(path, &bytes, error);
     put(cut, text, bytes);
     for (int64_t length = bytes - 1; length >= 0; length--) {
@@ -228,16 +228,15 @@ DATA_TEST(data_safetensors_bad) {
 DATA_TEST(data_safetensors_writer_errors) {
     const char* path = joined(folder, "x");
     SafetensorsTensor entry = tensor_of("x", "F32", {8});
-    uint32_t crc = 0;
-    int64_t bytes = 0;
     char data[64] = {0};
-    expect_refused(safetensors_begin(joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
+    expect_refused(safetensors_begin(&writer, joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
     // A full disk shows at the write that finds it, be it the header's or a tensor's, and later calls fail too.
-    with_file_limit(
-        16, [&] { expect_refused(safetensors_begin(path, &entry, 1, NULL, error), error, "x: File too large"); });
+    with_file_limit(16, [&] {
+        expect_refused(safetensors_begin(&writer, path, &entry, 1, NULL, error), error, "x: File too large");
+    });
     with_file_limit(80, [&] {  // the header has 64 bytes
-        SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, NULL, error);
-        expect_refused(safetensors_write(writer, data, 32), error, "x: File too large");
-        expect(!safetensors_finish(writer, &crc, &bytes), "it ends well");
+        expect(safetensors_begin(&writer, path, &entry, 1, NULL, error), "%s", error);
+        expect_refused(safetensors_write(&writer, data, 32), error, "x: File too large");
+        expect(!safetensors_finish(&writer), "it ends well");
     });
 }

@@ -27,7 +27,8 @@ struct SmallModel {
             entries.push_back(entry);
         }
         if (added) entries.push_back(*added);
-        SafetensorsWriter* writer = safetensors_begin(path, entries.data(), (int)entries.size(), "pt", error);
+        SafetensorsWriter writer;
+        if (!safetensors_begin(&writer, path, entries.data(), (int)entries.size(), "pt", error)) abort();
         for (size_t i = 0; i < entries.size(); i++) {
             const bool own = added && i + 1 == entries.size();
             int64_t n = 1;
@@ -35,9 +36,9 @@ struct SmallModel {
             for (int64_t j = 0; j < n; j++)  // small bf16 values that depend on the tensor and the place
                 values[j] = own && !as_wte ? 0 : (uint16_t)(0x3c00 + (own ? 0 : first + i) * 7 + j % 97);
             if (own) values[n - 1] += (uint16_t)different;
-            if (!safetensors_write(writer, values, n * safetensors_dtype_bytes(entries[i].dtype))) abort();
+            if (!safetensors_write(&writer, values, n * safetensors_dtype_bytes(entries[i].dtype))) abort();
         }
-        if (!safetensors_finish(writer, nullptr, nullptr)) abort();
+        if (!safetensors_finish(&writer)) abort();
     }
 
     bool opens(Safetensors* model, const char* folder) const {

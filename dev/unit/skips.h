@@ -4,7 +4,7 @@
 
 // Feeds a micro-batch of random tokens and targets. Losses and gradients are multiplied by `share`: one of NaN makes
 // them NaN.
-static void feed_random(const Model* m, float share) {
+static void feed_random(Model* m, float share) {
     const int n = m->B * m->T;
     std::vector<int> tokens(2 * n);
     for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->shape.V * (1 + test_uniform(41, i)));
