@@ -364,11 +364,6 @@ static HyperSource run_source(const OptimConfig* config, const NibbleGroup* grou
     return hyper_source(&own, &used);
 }
 
-// Returns the number of the step of a group's tensors.
-static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
-    return group->step > 0 ? group->step : step->step;
-}
-
 // Steps in CUDA graphs.
 
 bool is_capturing(const Device* dev) {
@@ -462,7 +457,7 @@ static void run_take(const PlacedTables* tables, const PlacedRun* run, const Nib
         const NibbleGroup* group = passes ? first : &step->group[run->group[i]];
         constants->source[i] = run_source(&launch->config, group, &plan->group[passes ? i : run->settings[i]]);
         constants->rate[i] = group->lr, constants->rate_at[i] = group->lr_at;
-        constants->lag[i] = step->step - own_step(group, step);
+        constants->lag[i] = group->step > 0 ? step->step - group->step : 0;  // its tensors may count their own steps
     }
     taken.clock = tables->clock, taken.replayed = capturing ? tables->replayed : nullptr;
     (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &taken);

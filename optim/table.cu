@@ -160,11 +160,6 @@ Table<PresetRow> preset_table() {
     return table_of(PRESETS);
 }
 
-static const RuleRow* matrix_apply_row() {
-    static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
-    return &row;
-}
-
 const FormatRow* none_row() {
     static const FormatRow row = format_row<None>("none", "", "None");
     return &row;
@@ -234,5 +229,6 @@ Rows moment_rows(const Rows* rows) {
 }
 
 Rows apply_rows(const Rows* rows) {
-    return {matrix_apply_row(), rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
+    static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
+    return {&row, rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
 }
