@@ -117,7 +117,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
     for (int i = 0; i < plan->launches; i++) {
         launch_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
     }
-    optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
+    optim_commit_scales(optim, -1, grad_scale);  // last, since tensors of several launches share the weights' array
 }
 
 // Tensors of a launch that follow each other are stepped together.
@@ -135,6 +135,6 @@ void optim_step_tensors(Optim* optim, const int* tensor, int count, const float*
         const int64_t first = (begin - plan->launch[launch].run.begin) / TILE_ELEMENTS,
                       tiles = (end - begin) / TILE_ELEMENTS;
         launch_step(optim, launch, first, tiles, grad_scale, lr, step);
-        for (int t = i; t < next; t++) optim_settle_tensor(optim, tensor[t], grad_scale);
+        for (int t = i; t < next; t++) optim_commit_scales(optim, tensor[t], grad_scale);
     }
 }

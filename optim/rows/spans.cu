@@ -99,20 +99,13 @@ struct SettleNumbers {
     }
 };
 
-void optim_commit_scales(const Optim* optim, const float* grad_scale) {
+void optim_commit_scales(const Optim* optim, int t, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) {
         const Settle* all = &optim->settle[i];
-        for_each(optim->dev, SettleNumbers{all->now, all->next, grad_scale}, all->count);
-    }
-}
-
-void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
-    const OptimTensor* tensor = &optim->tensors[t];
-    for (int i = 0; i < optim->settles; i++) {
-        const Settle* all = &optim->settle[i];
-        if (!is_in_run(optim->plan, t, all->run)) continue;
-        const int64_t at = optim->plan->tensor[t].at[all->span] - all->run->at[all->span];
-        const SettleNumbers part = {all->now + at, all->next + at, grad_scale};
-        for_each(optim->dev, part, span_numbers(all->span, tensor));
+        SettleNumbers numbers = {all->now, all->next, grad_scale};
+        if (t >= 0 && !is_in_run(optim->plan, t, all->run)) continue;
+        const int64_t at = t < 0 ? 0 : optim->plan->tensor[t].at[all->span] - all->run->at[all->span];
+        numbers.now += at, numbers.next += at;
+        for_each(optim->dev, numbers, t < 0 ? all->count : span_numbers(all->span, &optim->tensors[t]));
     }
 }
