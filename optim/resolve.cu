@@ -217,6 +217,6 @@ bool optim_resolve(OptimConfig* config, char* error) {
     return resolve_name(weights_table(), "--weights", &config->weights, error) &&
            resolve_name(grads_table(), "--grads", &config->grads, error) && moments_fit(config, false, error) &&
            resolve_m("--m", &config->m, error) && resolve_state("--v", &config->v, error) &&
-           optim_feedback_fits(config, false, error) &&
-           resolve_overrides(config, error) && optim_rule_fits(config, config, error);
+           optim_feedback_fits(config, false, error) && resolve_overrides(config, error) &&
+           optim_rule_fits(config, config, error);
 }

@@ -31,15 +31,9 @@ static FormatRow format_row(const char* name, const char* note, const char* type
 
 // Returns a row that can also be written and seen from outside.
 template <class T>
-static FormatRow seen_row(const char* name, const char* note, const char* type) {
+static FormatRow weights_row(const char* name, const char* note, const char* type) {
     FormatRow row = format_row<T>(name, note, type);
     row.call.set = T::set, row.call.view = T::view;
-    return row;
-}
-
-template <class T>
-static FormatRow weights_row(const char* name, const char* note, const char* type) {
-    FormatRow row = seen_row<T>(name, note, type);
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
@@ -194,10 +188,8 @@ const FormatRow* norms_row() {
 }
 
 const FormatRow* compute_row(OptimType compute) {
-    static const FormatRow rows[] = {seen_row<Elementwise<Fp32, NEAREST>>("fp32", "", "Elementwise<Fp32, NEAREST>"),
-                                     seen_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>"),
-                                     seen_row<Elementwise<Fp16, NEAREST>>("fp16", "", "Elementwise<Fp16, NEAREST>")};
-    return &rows[compute];
+    static const char* const names[] = {"fp32", "bf16", "fp16"};
+    return find_row(weights_table(), names[compute]);
 }
 
 const FormatRow* find_state(const char* name) {
