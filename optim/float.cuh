@@ -109,24 +109,20 @@ OPTIM_INLINE float exact_reciprocal(float b) {
 #endif
 }
 
+// Returns a number of another type with the same bits.
+template <class To, class From>
+OPTIM_INLINE To same_bits(From from) {
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
 OPTIM_INLINE uint32_t float_bits(float x) {
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(x);
-#else
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-#endif
+    return OPTIM_EITHER(__float_as_uint(x), same_bits<uint32_t>(x));
 }
 
 OPTIM_INLINE float bits_float(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-    return __uint_as_float(bits);
-#else
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-#endif
+    return OPTIM_EITHER(__uint_as_float(bits), same_bits<float>(bits));
 }
 
 OPTIM_INLINE bool is_finite(float x) {

@@ -156,9 +156,8 @@ void kernel_run(const Optim* optim, const StepKernel* kernel, const LaunchStep* 
 void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,
                      const StepArguments* arguments);
 
-// End a step, after all launches: of all tensors, or of one.
-void optim_commit_scales(const Optim* optim, const float* grad_scale);
-void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
+// Ends a step, after all launches: of a tensor, or of all if that is -1.
+void optim_commit_scales(const Optim* optim, int tensor, const float* grad_scale);
 
 // Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients, and *applied with a
 // rule that reads matrices.

@@ -264,15 +264,12 @@ static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
     const PlacedTensor* placed = &optim->placed[tensor];
     const FormatRow* row = compute_row(optim->compute);
     const int64_t bytes = row->stream[0].bits / 8;
-    const int64_t room = placed->count + 8;  // view() takes 8 elements at a time
+    const int64_t room = ceil_div(placed->count, TILE_ELEMENTS) * TILE_ELEMENTS;  // view() takes a tile at a time
     float* values = (float*)memory_zero((size_t)(placed->head + room), sizeof(float));
     char* codes = (char*)memory_zero((size_t)room, (size_t)bytes);
     copy_to_host(&optim->dev, codes, weights, placed->count * bytes);
-    for (int64_t i = 0; i < placed->count; i += TILE_ELEMENTS) {
-        const int64_t left = ceil_div(placed->count - i, 8) * 8, n = left < TILE_ELEMENTS ? left : TILE_ELEMENTS;
-        Streams from = {};
-        from.codes = codes + i * bytes;
-        row->view(from, 0, values + placed->head + i, (int)n);
+    for (int64_t i = 0; i < room; i += TILE_ELEMENTS) {
+        row->view({codes + i * bytes, nullptr}, 0, values + placed->head + i, TILE_ELEMENTS);
     }
     optim_set_weights(optim->optim, tensor, values);
     free(values), free(codes);
@@ -390,12 +387,18 @@ struct StatesHeader {
     int64_t bytes;     // of all arrays and of NibbleOptim::stale, which follow the header
 };
 
-// Calls function(array, its bytes) for each array of the states.
-template <class Function>
-static void each_array(const NibbleOptim* optim, Function function) {
+// Copies all arrays of the states, then which weights are stale, to host memory or, if `writes`, from there.
+static void states_copy(NibbleOptim* optim, char* at, bool writes) {
     for (int s = 0; s < optim->optim->stream_count; s++) {
         const OptimStream stream = optim->optim->stream[s];
-        function(stream.data, stream.elements * stream.element_bytes);
+        const int64_t bytes = stream.elements * stream.element_bytes;
+        if (writes) copy_to_device(&optim->dev, stream.data, at, bytes);
+        if (!writes) copy_to_host(&optim->dev, at, stream.data, bytes);
+        at += bytes;
+    }
+    for (int t = 0; t < optim->count; t++) {
+        if (writes) optim->stale[t] = at[t];
+        if (!writes) at[t] = optim->stale[t];
     }
 }
 
@@ -412,7 +415,9 @@ static StatesHeader states_header(const NibbleOptim* optim) {
         header.tensors =
             text_hash((const char*)shape, sizeof(shape)) ^ text_hash(tensor->name, (int64_t)strlen(tensor->name));
     }
-    each_array(optim, [&](void*, int64_t bytes) { header.bytes += bytes; });
+    for (int s = 0; s < optim->optim->stream_count; s++) {
+        header.bytes += optim->optim->stream[s].elements * optim->optim->stream[s].element_bytes;
+    }
     return header;
 }
 
@@ -424,12 +429,7 @@ NIBBLE_API NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, vo
     return on_device(optim, stream, error, [&] {
         const StatesHeader header = states_header(optim);
         memcpy(to, &header, sizeof(header));
-        char* at = (char*)to + sizeof(header);
-        each_array(optim, [&](void* array, int64_t bytes) {
-            copy_to_host(&optim->dev, at, array, bytes);
-            at += bytes;
-        });
-        for (int t = 0; t < optim->count; t++) at[t] = optim->stale[t];
+        states_copy((NibbleOptim*)optim, (char*)to + sizeof(header), false);
     });
 }
 
@@ -451,13 +451,8 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
             bytes != (int64_t)sizeof(header) + here.bytes) {
             user_error("the states are of other tensors: another number, order, name or shape");
         }
-        const char* at = (const char*)from + sizeof(header);
-        each_array(optim, [&](void* array, int64_t length) {
-            copy_to_device(&optim->dev, array, at, length);
-            at += length;
-        });
+        states_copy(optim, (char*)from + sizeof(header), true);
         optim_loaded(optim->optim);
-        for (int t = 0; t < optim->count; t++) optim->stale[t] = at[t];
     });
 }
 

@@ -238,11 +238,6 @@ static void launch_create(Optim* optim, int index) {
     if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
-static void requests_free(Optim* optim) {
-    jit_requests_free(optim->request, optim->requests);
-    optim->requests = 0;
-}
-
 // Makes the arrays, tables and kernels of an optimizer.
 static void optim_make(Optim* optim, const OptimTensor* tensors, int count, OptimType compute) {
     const OptimConfig* config = &optim->config;
@@ -272,7 +267,8 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     if (scaled) optim->factors = table_memory<float>(optim, factors);
     tiles_create(optim);
     jit_kernels(optim->dev->compute, optim->request, optim->requests);
-    requests_free(optim);
+    jit_requests_free(optim->request, optim->requests);
+    optim->requests = 0;
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -312,7 +308,7 @@ void optim_free(Optim* optim) {
     }
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
-    requests_free(optim);
+    jit_requests_free(optim->request, optim->requests);
     free(optim->tensors), free(optim->grads), free(optim);
 }
 

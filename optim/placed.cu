@@ -129,22 +129,21 @@ struct BeginStep {
 
 static const Device host_memory = {};
 
-// Makes room for the lists of all tiles.
-static void lists_take(const PlacedTables* tables, const Device* dev, PlacedView* view) {
-    const Plan* plan = tables->optim->plan;
-    const int64_t most = plan->elements / TILE_ELEMENTS;
-    view->tile = (PlacedTile*)device_alloc(dev, most * (int64_t)sizeof(PlacedTile));
-    view->step = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
-    view->applied = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
-    view->beside = (uint32_t*)device_alloc(dev, most * (int64_t)sizeof(uint32_t));
+// Makes room for the lists of all tiles, in one block that begins with `step`, and returns its bytes.
+static int64_t lists_take(const PlacedTables* tables, const Device* dev, PlacedView* view) {
+    const int64_t most = tables->optim->plan->elements / TILE_ELEMENTS;
+    const int64_t bytes = most * (int64_t)(2 * sizeof(Tile) + sizeof(PlacedTile) + sizeof(uint32_t));
+    view->step = (Tile*)device_alloc(dev, bytes);
+    view->applied = view->step + most;
+    view->tile = (PlacedTile*)(view->applied + most);
+    view->beside = (uint32_t*)(view->tile + most);
+    return bytes;
 }
 
 // Drops the lists and the arenas.
 static void view_free(const Device* dev, PlacedView* view) {
-    device_free(dev, view->tile), device_free(dev, view->step), device_free(dev, view->applied);
-    device_free(dev, view->beside), device_free(dev, view->weights), device_free(dev, view->grads);
-    view->tile = nullptr, view->step = view->applied = nullptr, view->beside = nullptr;
-    view->weights = view->grads = nullptr;
+    device_free(dev, view->step), device_free(dev, view->weights), device_free(dev, view->grads);
+    view->step = nullptr, view->weights = view->grads = nullptr;
 }
 
 void placed_create(PlacedTables** made, Optim* optim, OptimType compute, const PlacedTensor* tensors) {
@@ -275,11 +274,7 @@ static void tables_build(PlacedTables* tables) {
     tables->runs = 0, tables->tiles = tables->staged = 0, tables->weights_slots = tables->grads_slots = 0;
     for (int launch = 0; launch < tables->optim->plan->launches; launch++) build_launch(tables, launch);
     if (!tables->kept) view_free(dev, view);
-    lists_take(tables, dev, view);
-    copy_to_device(dev, view->tile, host->tile, tables->tiles * (int64_t)sizeof(PlacedTile));
-    copy_to_device(dev, view->step, host->step, tables->tiles * (int64_t)sizeof(Tile));
-    copy_to_device(dev, view->applied, host->applied, tables->tiles * (int64_t)sizeof(Tile));
-    copy_to_device(dev, view->beside, host->beside, tables->staged * (int64_t)sizeof(uint32_t));
+    copy_to_device(dev, view->step, host->step, lists_take(tables, dev, view));
     const int64_t weights = (int64_t)tables->weights_slots * TILE_ELEMENTS * view->weight_bytes,
                   grads = (int64_t)tables->grads_slots * TILE_ELEMENTS * view->grad_bytes;
     view->weights = (char*)device_alloc(dev, weights);
@@ -362,11 +357,6 @@ static HyperSource run_source(const OptimConfig* config, const NibbleGroup* grou
     const double decay = settings->decay < 0.0 ? -settings->decay * group->weight_decay : settings->decay;
     const Settings used = {settings->lr, decay};
     return hyper_source(&own, &used);
-}
-
-// Returns the number of the step of a group's tensors.
-static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
-    return group->step > 0 ? group->step : step->step;
 }
 
 // Steps in CUDA graphs.
@@ -462,7 +452,7 @@ static void run_take(const PlacedTables* tables, const PlacedRun* run, const Nib
         const NibbleGroup* group = passes ? first : &step->group[run->group[i]];
         constants->source[i] = run_source(&launch->config, group, &plan->group[passes ? i : run->settings[i]]);
         constants->rate[i] = group->lr, constants->rate_at[i] = group->lr_at;
-        constants->lag[i] = step->step - own_step(group, step);
+        constants->lag[i] = group->step > 0 ? step->step - group->step : 0;  // its tensors may count their own steps
     }
     taken.clock = tables->clock, taken.replayed = capturing ? tables->replayed : nullptr;
     (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &taken);
@@ -497,9 +487,9 @@ static void tables_settle(const PlacedTables* tables, const float* scale) {
     const int count = tables->optim->count;
     bool all = true;
     for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].placed.count == 0);
-    if (all) return optim_commit_scales(tables->optim, scale);
+    if (all) return optim_commit_scales(tables->optim, -1, scale);
     for (int t = 0; t < count; t++) {
-        if (tables->tensor[t].group >= 0) optim_settle_tensor(tables->optim, t, scale);
+        if (tables->tensor[t].group >= 0) optim_commit_scales(tables->optim, t, scale);
     }
 }
 

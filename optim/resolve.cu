@@ -30,6 +30,14 @@ static bool resolve_state(const char* option, const char** name, char* error) {
     return strcmp(*name, NONE) == 0 || resolve_name(state_table(), option, name, error);
 }
 
+// Does the same for m, and refuses a format without negative numbers.
+static bool resolve_m(const char* option, const char** name, char* error) {
+    return resolve_state(option, name, error) &&
+           (find_state(*name)->has_sign ||
+            data_error(error, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
+                       option, *name));
+}
+
 static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
@@ -41,17 +49,13 @@ static const char* kept_by_rows(const RuleRow* rule) {
     return rule->by_rows && rule->rows != ROWS_RMNP ? " but one fp32 number a row" : "";
 }
 
-// Returns true if a rule can do without m.
-static bool can_drop_m(const RuleRow* rule) {
-    return rule->rows == ROWS_ADAFACTOR || rule->rows == ROWS_ADAFACTOR8;
-}
-
 // Refuses a moment that the rule does not keep, and "none" for one that it does. `overridden`: an override gives a
 // launch its rule or moments.
 static bool moments_fit(const OptimConfig* config, bool overridden, char* error) {
     const RuleRow* rule = rule_of(config);
     const bool has_m = strcmp(config->m, NONE) != 0, has_v = strcmp(config->v, NONE) != 0;
-    if (!has_m && !can_drop_m(rule)) {
+    const bool needs_m = rule->rows != ROWS_ADAFACTOR && rule->rows != ROWS_ADAFACTOR8;
+    if (!has_m && needs_m) {
         return data_error(error, "%s \"none\" was found, but %s keeps a first moment; type %s, say, or take adafactor",
                           overridden ? "--override: m" : "--m:", rule->name, overridden ? "m=fp32" : "--m fp32");
     }
@@ -63,13 +67,6 @@ static bool moments_fit(const OptimConfig* config, bool overridden, char* error)
     if (has_v || !rule->keeps_v) return true;
     return data_error(error, "%s \"none\" was found, but %s keeps a second moment; type %s, say",
                       overridden ? "--override: v" : "--v:", rule->name, overridden ? "v=fp32" : "--v fp32");
-}
-
-// Refuses a format without negative numbers for m.
-static bool resolve_sign(const char* option, const char* m, char* error) {
-    if (find_state(m)->has_sign) return true;
-    return data_error(error, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
-                      option, m);
 }
 
 // m can take the weights' rounding error if the update divides m by the root of v, if m is stored in one pass, and if
@@ -171,8 +168,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
         if (*weights && !resolve_name(weights_table(), "--override weights", &weights, error)) return false;
-        if (*m && !resolve_state("--override m", &m, error)) return false;
-        if (*m && !resolve_sign("--override m", m, error)) return false;
+        if (*m && !resolve_m("--override m", &m, error)) return false;
         if (*v && !resolve_name(state_table(), "--override v", &v, error)) return false;
         if (*v && !rules && !config->part && !rule_of(config)->keeps_v) {
             return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
@@ -220,7 +216,7 @@ bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->v, rule_of(config)->keeps_v ? preset->v : NONE);
     return resolve_name(weights_table(), "--weights", &config->weights, error) &&
            resolve_name(grads_table(), "--grads", &config->grads, error) && moments_fit(config, false, error) &&
-           resolve_state("--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
-           resolve_state("--v", &config->v, error) && optim_feedback_fits(config, false, error) &&
-           resolve_overrides(config, error) && optim_rule_fits(config, config, error);
+           resolve_m("--m", &config->m, error) && resolve_state("--v", &config->v, error) &&
+           optim_feedback_fits(config, false, error) && resolve_overrides(config, error) &&
+           optim_rule_fits(config, config, error);
 }

@@ -94,9 +94,9 @@ void optim_launch(const Optim* optim, int index, const LaunchStep* step) {
     kernel_run(optim, &launch->kernel, step, &arguments);
 }
 
-// Returns a step of `count` tiles of a launch, from number `first` of its list on.
-static LaunchStep launch_step(const Optim* optim, int index, int64_t first, int64_t count, const float* grad_scale,
-                              double lr, int64_t number) {
+// Takes a step of `count` tiles of a launch, from number `first` of its list on.
+static void launch_step(const Optim* optim, int index, int64_t first, int64_t count, const float* grad_scale, double lr,
+                        int64_t number) {
     const StepLaunch* launch = &optim->launch[index];
     const OptimConfig* config = &launch->plan->config;
     LaunchStep step = {config, grad_scale, number, launch->tiles + first, launch->applied + first, first, count};
@@ -104,7 +104,8 @@ static LaunchStep launch_step(const Optim* optim, int index, int64_t first, int6
     for (int i = 0; i < optim->plan->groups; i++) {
         step.constants.source[i] = hyper_source(config, &optim->plan->group[i]), step.constants.rate[i] = lr;
     }
-    return step;
+    optim_passes(optim, index, &step);
+    optim_launch(optim, index, &step);
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
@@ -114,11 +115,9 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         optim_tensor_grads(optim, t, (const char*)grads + first_here(plan, t) * element);
     }
     for (int i = 0; i < plan->launches; i++) {
-        const LaunchStep own = launch_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
-        optim_passes(optim, i, &own);
-        optim_launch(optim, i, &own);
+        launch_step(optim, i, 0, plan->launch[i].tiles, grad_scale, lr, step);
     }
-    optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
+    optim_commit_scales(optim, -1, grad_scale);  // last, since tensors of several launches share the weights' array
 }
 
 // Tensors of a launch that follow each other are stepped together.
@@ -135,9 +134,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, int count, const float*
         }
         const int64_t first = (begin - plan->launch[launch].run.begin) / TILE_ELEMENTS,
                       tiles = (end - begin) / TILE_ELEMENTS;
-        const LaunchStep own = launch_step(optim, launch, first, tiles, grad_scale, lr, step);
-        optim_passes(optim, launch, &own);
-        optim_launch(optim, launch, &own);
-        for (int t = i; t < next; t++) optim_settle_tensor(optim, tensor[t], grad_scale);
+        launch_step(optim, launch, first, tiles, grad_scale, lr, step);
+        for (int t = i; t < next; t++) optim_commit_scales(optim, tensor[t], grad_scale);
     }
 }

@@ -10,7 +10,7 @@
 struct FormatRow;
 
 // The functions of a storage (formats/storage.cuh), which get its row: functions of a format in blocks read the block
-// and the scale's type there. Only rows of weights and of compute_row have set and view.
+// and the scale's type there. Only rows of weights have set and view.
 struct StorageCalls {
     void (*load)(const FormatRow& row, const Streams& streams, int first, float* x, int n, const NoiseKey& key);
     void (*store)(const FormatRow& row, const Streams& streams, int first, const float* x, int n, const NoiseKey& key);

@@ -31,15 +31,9 @@ static FormatRow format_row(const char* name, const char* note, const char* type
 
 // Returns a row that can also be written and seen from outside.
 template <class T>
-static FormatRow seen_row(const char* name, const char* note, const char* type) {
+static FormatRow weights_row(const char* name, const char* note, const char* type) {
     FormatRow row = format_row<T>(name, note, type);
     row.call.set = T::set, row.call.view = T::view;
-    return row;
-}
-
-template <class T>
-static FormatRow weights_row(const char* name, const char* note, const char* type) {
-    FormatRow row = seen_row<T>(name, note, type);
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
@@ -160,11 +154,6 @@ Table<PresetRow> preset_table() {
     return table_of(PRESETS);
 }
 
-static const RuleRow* matrix_apply_row() {
-    static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
-    return &row;
-}
-
 const FormatRow* none_row() {
     static const FormatRow row = format_row<None>("none", "", "None");
     return &row;
@@ -199,10 +188,8 @@ const FormatRow* norms_row() {
 }
 
 const FormatRow* compute_row(OptimType compute) {
-    static const FormatRow rows[] = {seen_row<Elementwise<Fp32, NEAREST>>("fp32", "", "Elementwise<Fp32, NEAREST>"),
-                                     seen_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>"),
-                                     seen_row<Elementwise<Fp16, NEAREST>>("fp16", "", "Elementwise<Fp16, NEAREST>")};
-    return &rows[compute];
+    static const char* const names[] = {"fp32", "bf16", "fp16"};
+    return find_row(weights_table(), names[compute]);
 }
 
 const FormatRow* find_state(const char* name) {
@@ -234,5 +221,6 @@ Rows moment_rows(const Rows* rows) {
 }
 
 Rows apply_rows(const Rows* rows) {
-    return {matrix_apply_row(), rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
+    static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
+    return {&row, rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
 }

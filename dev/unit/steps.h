@@ -258,10 +258,10 @@ inline bool run_load(OptimRun* to, const OptimRun* from, Stored* context, int mo
     *context = {from, {}, 0};
     OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, context};
     for (int s = 0; s < from->optim->stream_count; s++) {
-        OptimStream stream = from->optim->stream[s];
-        stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
+        stored.arrays += !from->optim->stream[s].is_weights || !optim_model_dtype(from->optim->stream[s].dtype);
     }
     const bool loaded = optim_load(to->optim, &stored, error);
+    if (loaded) optim_decode(to->optim);
     for (const char* at = stored.notices; at && *at && context->notice_count < 8; at = strchr(at, '\n') + 1) {
         sscanf(at, " notice %255[^\n]", context->notices[context->notice_count++]);
     }

@@ -389,7 +389,6 @@ bool optim_load(Optim* optim, OptimStored* stored, char* error) {
     for (int i = 0; i < slots && ok; i++)
         slot_load(optim, plan, stored, i % optim->count, (Slot)(i / optim->count), changes);
     if (ok) tell_changes(changes, stored, optim->count);
-    if (ok) optim_decode(optim);
     plan_free(plan);
     free(tensors), free(changes);
     return ok;

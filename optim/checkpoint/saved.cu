@@ -12,9 +12,13 @@
 
 constexpr int SLOT_EXTRA = -1;  // of the caller's array
 
-static bool is_in_model_file(const OptimStream* stream) {
-    return stream->is_weights && optim_model_dtype(stream->dtype);
-}
+static const struct {
+    const char *key, *OptimConfig::*name;
+} NAMES[] = {{"rule", &OptimConfig::rule},
+             {"weights", &OptimConfig::weights},
+             {"m", &OptimConfig::m},
+             {"v", &OptimConfig::v},
+             {"override", &OptimConfig::overrides}};  // of what a checkpoint says of its formats
 
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
     OptimConfig whole = *config;
@@ -84,7 +88,8 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
         const ArenaRun* run = weights ? &plan->weights[stream.index].run : &launch->kept[stream.slot];
         const FormatRow* format = weights ? plan->weights[stream.index].format : slot_format(launch, (Slot)stream.slot);
         stream.elements = run_bytes(run, format->stream[stream.array]) / stream.element_bytes;
-        if (stream.elements > 0 && !is_in_model_file(&stream)) saved->array[saved->arrays++] = stream;
+        const bool in_model_file = stream.is_weights && optim_model_dtype(stream.dtype);
+        if (stream.elements > 0 && !in_model_file) saved->array[saved->arrays++] = stream;
     }
     if (extra) saved->array[saved->arrays] = *extra, saved->array[saved->arrays++].slot = SLOT_EXTRA;
     return saved;
@@ -127,14 +132,9 @@ bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, in
 char* optim_saved_formats(const OptimConfig* config) {
     char* text = nullptr;
     size_t bytes = 0;
-    const char* const formats[][2] = {{"rule", config->rule},
-                                      {"weights", config->weights},
-                                      {"m", config->m},
-                                      {"v", config->v},
-                                      {"override", config->overrides},
-                                      {"norms", config->limit_growth > 0.0f ? "fp32" : "none"}};
     FILE* file = text_stream(&text, &bytes);
-    for (int i = 0; i < 6; i++) json_write_text_member(file, i ? ", " : "{", formats[i][0], formats[i][1]);
+    for (const auto& its : NAMES) json_write_text_member(file, &its == NAMES ? "{" : ", ", its.key, config->*its.name);
+    json_write_text_member(file, ", ", "norms", config->limit_growth > 0.0f ? "fp32" : "none");
     fputc('}', file);
     fclose(file);
     return text;
@@ -142,11 +142,7 @@ char* optim_saved_formats(const OptimConfig* config) {
 
 static bool stored_config(OptimStored* stored, const Json* formats, char* error) {
     OptimConfig* config = &stored->config;
-    config->rule = json_string(formats, "rule", "");
-    config->weights = json_string(formats, "weights", "");
-    config->m = json_string(formats, "m", "");
-    config->v = json_string(formats, "v", "");
-    config->overrides = json_string(formats, "override", "");
+    for (const auto& its : NAMES) config->*its.name = json_string(formats, its.key, "");
     config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
     config->decay_mode = "coupled";  // any mode will do, since no array depends on it
     config->stored = true;
@@ -215,10 +211,11 @@ static void resume_overrides(OptimResume* resume, const char* added) {
     const bool other = strcmp(json_string(resume->options, "preset", ""), preset) != 0;
     OptimConfig config;
     const bool known = tried(resume, "", &config);
-    const bool same = known && !other && strcmp(json_string(resume->formats, "rule", ""), config.rule) == 0 &&
-                      strcmp(json_string(resume->formats, "weights", ""), config.weights) == 0 &&
-                      strcmp(json_string(resume->formats, "m", ""), config.m) == 0 &&
-                      strcmp(json_string(resume->formats, "v", ""), config.v) == 0;
+    bool same = known && !other;
+    for (const auto& its : NAMES) {
+        const bool compared = same && its.name != &OptimConfig::overrides;
+        if (compared) same = strcmp(json_string(resume->formats, its.key, ""), config.*its.name) == 0;
+    }
     const bool has_own = known && strcmp(config.overrides, "none") != 0;
     resume->asked = other && strcmp(had, "none") == 0 ? "" : text_copy(json_string(resume->options, "override", ""));
     if (resume->overrides_typed) resume->asked = typed;

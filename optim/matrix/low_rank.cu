@@ -56,26 +56,19 @@ bool low_rank_resets(const OptimConfig* config, int64_t step) {
     return config->rank_reset && (step - 1) % low_gap(config) == 0;
 }
 
-// Sets shapes and offsets of the moments and the basis of a tensor whose gradient is projected. They begin at offset[0]
-// and offset[1].
-static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
-                     OptimTensor (&kept)[SLOTS]) {
-    const int64_t parts = tensor->parts;
-    const LowShape shape = low_shape(&launch->config, tensor->rows / parts, tensor->cols);
-    for (int slot = SLOT_M; slot <= SLOT_SLOW; slot++) {
-        kept[slot].rows = parts * shape.rows, kept[slot].cols = shape.cols, kept[slot].offset = offset[0];
-    }
-    kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
-}
-
 void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, int count) {
     LaunchPlan* launch = &plan->launch[index];
     const int64_t begin = launch->run.begin;
     int64_t offset[2] = {begin, begin};
     for (int t = 0; t < count; t++) {
         if (plan->tensor[t].launch != index) continue;
-        OptimTensor(&kept)[SLOTS] = plan->tensor[t].kept;
-        kept_low(launch, &tensors[t], offset, kept);
+        OptimTensor* kept = plan->tensor[t].kept;
+        const int64_t parts = tensors[t].parts;
+        const LowShape shape = low_shape(&launch->config, tensors[t].rows / parts, tensors[t].cols);
+        for (int slot = SLOT_M; slot <= SLOT_SLOW; slot++) {
+            kept[slot].rows = parts * shape.rows, kept[slot].cols = shape.cols, kept[slot].offset = offset[0];
+        }
+        kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
         plan->tensor[t].noise = first;
         first += tensor_padded(&kept[SLOT_M]);
         if (is_elsewhere(plan, t)) continue;
@@ -136,6 +129,13 @@ struct RandomBasis {
     OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(basis_normal(seed, element + i, refresh), scale); }
 };
 
+// Returns true if one of n numbers is not zero.
+OPTIM_INLINE bool any_of(const float* x, int64_t n) {
+    bool any = false;
+    for (int64_t i = 0; i < n && !any; i++) any = x[i] != 0.0f;
+    return any;
+}
+
 // Copies the last basis to `to` (rank, side). Rows that are zero, as all are at first, become random.
 struct StartBasis {
     float* to;
@@ -145,8 +145,7 @@ struct StartBasis {
     int64_t side;
 
     OPTIM_INLINE void at(int64_t row) const {
-        bool any = false;
-        for (int64_t i = 0; i < side && !any; i++) any = from[row * side + i] != 0.0f;
+        const bool any = any_of(from + row * side, side);
         for (int64_t i = 0; i < side; i++) {
             to[row * side + i] = any ? from[row * side + i] : basis_normal(seed, element + row * side + i, refresh);
         }
@@ -160,9 +159,8 @@ struct KeepBasis {
     int64_t side;
 
     OPTIM_INLINE void at(int64_t row) const {
-        bool any = false;
-        for (int64_t i = row * side; i < (row + 1) * side && !any; i++) any = from[i] != 0.0f;
-        for (int64_t i = row * side; i < (row + 1) * side && any && is_finite(*unit); i++) to[i] = from[i];
+        const bool keeps = any_of(from + row * side, side) && is_finite(*unit);
+        for (int64_t i = row * side; i < (row + 1) * side && keeps; i++) to[i] = from[i];
     }
 };
 
@@ -374,7 +372,7 @@ static void find_directions(const LowStep* low) {
         const int side = m->rows < m->cols ? m->rows : m->cols;
         float* row = (float*)memory_take((size_t)side * sizeof(float));  // the first of Q
         copy_to_host(low->optim->dev, row, basis + m->basis, side * (int64_t)sizeof(float));
-        for (int i = 0; i < side; i++) m->has_basis = m->has_basis || row[i] != 0.0f;
+        m->has_basis = any_of(row, side);
         free(row);
     }
 }
@@ -505,9 +503,9 @@ struct ResidualDirection {
     }
 };
 
-static void channel_squares(const Device* dev, const LowMatrix* l, const float* x, int64_t count, float* to) {
-    const ChannelSums rows = {x, count, count, 1, to, true}, columns = {x, count, 1, l->length, to, true};
-    for_lanes(dev, l->right ? rows : columns, l->length);
+// Sums the squares of `lists` rows or columns of `count` numbers.
+static void squares_of(const Device* dev, const float* x, int64_t lists, int64_t count, bool by_rows, float* to) {
+    for_lanes(dev, ChannelSums{x, count, by_rows ? count : 1, by_rows ? 1 : lists, to, true}, lists);
 }
 
 // Moves averages towards the means of squares, of which `inverse` is 1 over the count.
@@ -548,12 +546,10 @@ static void divide_by_factors(const LowStep* low, const LowMatrix* l) {
     const Settings settings = {1.0, 0.0};
     const Hyper hyper = hyper_create(low->step->config, &settings, 1.0, own_number(low->step));
     const int64_t n = l->length, cols = l->right ? l->rank : n;
-    const ChannelSums by_column = {l->low, n, 1, cols, l->sums + 4, true},
-                      by_row = {l->low, n, cols, 1, l->sums + 4, true};
     float *sum = l->sums + 1, *squares = l->sums + 4, *others = l->averages + n;
-    for_lanes(dev, l->right ? by_column : by_row, l->rank);
+    squares_of(dev, l->low, l->rank, n, !l->right, squares);
     for_each(dev, MoveAverages{others, squares, unit, 1.0f / (float)n, hyper.one_minus_beta2, begin}, l->rank);
-    channel_squares(dev, l, l->low, l->rank, squares);
+    squares_of(dev, l->low, n, l->rank, l->right, squares);
     for_each(dev, MoveAverages{l->averages, squares, unit, 1.0f / (float)l->rank, hyper.one_minus_beta2, begin}, n);
     sum_of(dev, l->averages, n, sum);
     const DivideByFactors divide = {l->direction, l->averages, others, sum, 1.0f / (float)n, hyper, cols, l->right};
@@ -566,9 +562,9 @@ static void scale_factors(const LowStep* low, const LowMatrix* l) {
     const int64_t n = l->length;
     float *inverse = l->sums, *total = inverse + 1, *factor = inverse + 4, *full = factor + n, *of_low = full + n,
           *squares = of_low + n;
-    channel_squares(dev, l, l->g, l->side, full);
-    channel_squares(dev, l, l->direction, l->rank, factor);
-    channel_squares(dev, l, l->low, l->rank, of_low);
+    squares_of(dev, l->g, n, l->side, l->right, full);
+    squares_of(dev, l->direction, n, l->rank, l->right, factor);
+    squares_of(dev, l->low, n, l->rank, l->right, of_low);
     if (l->rule.one_phi) {
         sum_of(dev, factor, n, inverse + 2);
         sum_of(dev, of_low, n, inverse + 3);

@@ -460,17 +460,13 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
 }
 #endif
 
+// Sets a number to 1 if the gradients' factor is finite, otherwise to NaN.
 struct SetUnit {
     float* unit;
     const float* grad_scale;
 
     OPTIM_INLINE void at(int64_t) const { *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u); }
 };
-
-// Sets work->unit: 1 if the gradients' factor is finite, otherwise NaN.
-static void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
-    for_each(dev, SetUnit{work->unit, grad_scale}, 1);
-}
 
 // Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
 // rows, for a rule that keeps one.
@@ -522,7 +518,7 @@ void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchS
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
     const bool projects = is_low_rank(launch->rows.rule);
     const LowStep low = {optim, launch, step, low_rank_in_bf16(dev, &launch->plan->config, &work->plan)};
-    matrix_begin(dev, work, step->grad_scale);
+    for_each(dev, SetUnit{work->unit, step->grad_scale}, 1);
     for (int slot = SLOT_M; slot <= SLOT_V && projects && low_rank_resets(step->config, own_number(step)); slot++) {
         const FormatRow* format = slot_format(launch->plan, (Slot)slot);
         for (int i = 0; i < 3; i++) {

@@ -209,21 +209,15 @@ struct SettleReady {
     }
 };
 
-static void rows_settle(const Device* dev, const SettleArguments* settle) {
-    for_each(dev, SettleParts{*settle}, settle->numbers);
-    if (!(sum_info(settle->sum).whole >> settle->rule & 1)) return;
-    for_lanes<SETTLE_LANES>(dev, SettleTensors{*settle}, settle->tensors);
-    for_each(dev, SettleReady{*settle}, settle->numbers);
-}
-
 constexpr int64_t CODED_ELEMENTS = 4096;  // smaller tensors keep fp32, by the package's min_8bit_size
 constexpr int ROUNDERS = 32;              // iterations that share the blocks of 2048 numbers of a list
 
+// Rounds kept numbers as adafactor8bit's 8-bit codes do, once all passes have read them.
 struct RoundNumbers {
     const SumTensor* tensor;
     const float* grad_scale;
     float* kept;
-    int lists;  // of a tensor: its rows, its columns, and these again with `pairs`
+    int lists;  // of a tensor: its rows, its columns, and these again where there are two numbers of each
 
     OPTIM_INLINE void at(int64_t i) const {
         const SumTensor& t = tensor[i / ROUNDERS / lists];
@@ -246,14 +240,6 @@ struct RoundNumbers {
         }
     }
 };
-
-// Rounds kept numbers as adafactor8bit's 8-bit codes do, once all passes have read them. `pairs`: there are two numbers
-// of each row and column.
-static void rows_round(const Device* dev, const SumTensor* tensor, int64_t tensors, const float* grad_scale,
-                       float* kept, bool pairs) {
-    const int lists = pairs ? 4 : 2;
-    for_each(dev, RoundNumbers{tensor, grad_scale, kept, lists}, tensors * lists * ROUNDERS);
-}
 
 // The passes of a step.
 
@@ -306,7 +292,10 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     settle.eps2 = (float)config->eps2;
     settle.eps = is_package(rule) ? arguments.group[0].eps : rule == ROWS_ADAFACTOR ? (float)config->eps1 : 0.0f;
     settle.changing = step->replayed ? step->replayed->changing : nullptr;
-    rows_settle(dev, &settle);
+    for_each(dev, SettleParts{settle}, settle.numbers);
+    if (!(sum_info(sum).whole >> rule & 1)) return;
+    for_lanes<SETTLE_LANES>(dev, SettleTensors{settle}, settle.tensors);
+    for_each(dev, SettleReady{settle}, settle.numbers);
 }
 
 // The pass for --limit-growth computes the update for a learning rate of 1.
@@ -324,8 +313,8 @@ void optim_passes(const Optim* optim, int index, const LaunchStep* step) {
         }
         pass_run(optim, launch, range, plan->pass[i], &own);
     }
-    if (is_package(launch->rows.rule->rows)) {
-        rows_round(optim->dev, launch->passes.tensor + range.first, range.tensors, step->grad_scale,
-                   (float*)launch->kept[SLOT_V].scales, launch->rows.rule->rows == ROWS_CAME8);
-    }
+    if (!is_package(launch->rows.rule->rows)) return;
+    const RoundNumbers round = {launch->passes.tensor + range.first, step->grad_scale,
+                                (float*)launch->kept[SLOT_V].scales, launch->rows.rule->rows == ROWS_CAME8 ? 4 : 2};
+    for_each(optim->dev, round, range.tensors * round.lists * ROUNDERS);
 }

@@ -86,6 +86,8 @@ void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, St
         optim->settle[optim->settles++] = {(float*)streams->scales, streams->new_scales, run->numbers[span], run, span};
 }
 
+// Replaces the numbers that steps read by those that this one made, and sets the latter to 0, unless grad_scale is NaN
+// or infinite.
 struct SettleNumbers {
     float *now, *next;
     const float* grad_scale;
@@ -97,23 +99,13 @@ struct SettleNumbers {
     }
 };
 
-// Replaces the numbers that steps read by those that this one made, and sets the latter to 0, unless grad_scale is NaN
-// or infinite.
-static void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
-    for_each(dev, SettleNumbers{settle->now, settle->next, grad_scale}, settle->count);
-}
-
-void optim_commit_scales(const Optim* optim, const float* grad_scale) {
-    for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
-}
-
-void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
-    const OptimTensor* tensor = &optim->tensors[t];
+void optim_commit_scales(const Optim* optim, int t, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) {
         const Settle* all = &optim->settle[i];
-        if (!is_in_run(optim->plan, t, all->run)) continue;
-        const int64_t at = optim->plan->tensor[t].at[all->span] - all->run->at[all->span];
-        const Settle part = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
-        spans_settle(optim->dev, &part, grad_scale);
+        SettleNumbers numbers = {all->now, all->next, grad_scale};
+        if (t >= 0 && !is_in_run(optim->plan, t, all->run)) continue;
+        const int64_t at = t < 0 ? 0 : optim->plan->tensor[t].at[all->span] - all->run->at[all->span];
+        numbers.now += at, numbers.next += at;
+        for_each(optim->dev, numbers, t < 0 ? all->count : span_numbers(all->span, &optim->tensors[t]));
     }
 }
