@@ -1260,14 +1260,14 @@ static int train_main(Options* o, const Launch* launch) {
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
     print_plan(&run, &plan);
-    const char* lacks = plan_lacks(&run, &plan);
+    const bool done = run.folder.resumed && run.folder.state.step >= o->steps;
+    const char* lacks = done ? nullptr : plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
     const OptimFiles files = optim_file_bytes(&run.config, model.arena.tensors, model.arena.count);
     const int64_t size = o->profile ? 0 : files.model + (strcmp(o->save, "all") == 0 ? files.optimizer : 0);
-    require(run.dev.imagined || run_folder_open(&run.folder, model.shape.V, size), run.folder.error);
+    require(run.dev.imagined || done || run_folder_open(&run.folder, model.shape.V, size), run.folder.error);
     comm_require_same(launch, run_identity(&run.folder));
-    const bool done = run.folder.resumed && run.folder.state.step >= o->steps;
     if (done)
         run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.folder.checkpoint,
                 (long long)run.folder.state.step, o->steps);

@@ -67,17 +67,18 @@ bool fit_next(Fit* fit) {
     }
 }
 
-// The command of a choice, with all that was typed; batches beyond 64 sequences gain nothing.
+// The command of a choice, with all that was typed but the --tokens-per-step of several micro-batches where gradients
+// are released; batches beyond 64 sequences gain nothing.
 static const char* command(const Fit* fit, const FitRow* row) {
     const Options *o = &row->o, *asked = fit->asked;
-    const bool releases = strcmp(o->release, "on") == 0;
-    const char* more = releases ? " clip-by tokens-per-step" : "";
-    const char* own = text_kept("fit model size preset recompute release batch%s", more);
+    const bool releases = strcmp(o->release, "on") == 0, computes = row->way % RELEASES != 0;
+    const char* own = text_kept("fit model size preset batch%s%s", computes ? " recompute" : "",
+                                releases ? " release clip-by tokens-per-step" : "");
     const char* text = text_kept("./train --%s %s --preset %s", option_given(o, "size") ? "size" : "model",
                                  shell_word(o->model), o->preset);
     long long batch = row->batch < 64 ? row->batch : 64;
     while (!releases && asked->tokens_per_step > 0 && asked->tokens_per_step / o->seq % batch != 0) batch--;
-    if (row->way % RELEASES != 0) text_add(&text, " --recompute %s", o->recompute);
+    if (computes) text_add(&text, " --recompute %s", o->recompute);
     if (releases) text_add(&text, " --release on --clip-by %s --tokens-per-step %lld", o->clip_by, batch * o->seq);
     text_add(&text, " --batch %lld", batch);
     for (int i = 0; i < OPTION_COUNT; i++) {

@@ -198,7 +198,8 @@ static void resume_rate(RunFolder* run) {
 
 bool resume_state(RunFolder* run) {
     Dataset *data = &run->train_data, *val = &run->val_data;
-    if (!dataset_fingerprint(data, run->error) || !dataset_fingerprint(val, run->error)) return false;
+    if (!dataset_fingerprint(data, run->error) || !dataset_fingerprint(val, run->error))
+        return data_error(run->error, "--data: %s", run->error);
     RunState now = {.data_tokens = data->tokens, .data_crc = data->crc, .val_crc = val->crc};
     now.best_val = INFINITY, run->state = now;
     if (!run->resumed) return true;

@@ -142,7 +142,8 @@ bool safetensors_begin(SafetensorsWriter* writer, const char* path, const Safete
     const int64_t bytes = 8 + (int64_t)padded + data;
     *writer = (SafetensorsWriter){.error = error, .expected = bytes};
     writer->descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
-    if (writer->descriptor < 0) return false;
+    writer->failed = writer->descriptor < 0;
+    if (writer->failed) return false;
     writer->path = text_kept("%s", path);
     char spaces[64];
     memset(spaces, ' ', sizeof(spaces));
@@ -162,7 +163,7 @@ bool safetensors_finish(SafetensorsWriter* writer) {
     assert(!ok || writer->bytes == writer->expected);
     ok = ok && file_sync(writer->descriptor, path, writer->error);
     // A network file system may report the full disk here and nowhere else.
-    if (close(writer->descriptor) != 0 && ok)
+    if (writer->descriptor >= 0 && close(writer->descriptor) != 0 && ok)
         ok = data_error(writer->error, "cannot write %s: %s", path, strerror(errno));
     writer->path = NULL;
     return ok;

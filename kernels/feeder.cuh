@@ -5,8 +5,8 @@
 #include "../data/loader.h"
 #include "common.cuh"
 
-// Returns the bytes of a micro-batch of N tokens, a Batch on the device: N tokens, targets and places in the order
-// each, and at most N + 1 buckets.
+// Returns the bytes of a micro-batch of N tokens, which is a Batch on the device: N tokens, N targets, N places in the
+// order of buckets, and at most N + 1 buckets.
 inline int64_t input_bytes(int64_t N) {
     return (5 * N + 2) * (int64_t)sizeof(int);
 }

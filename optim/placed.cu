@@ -274,7 +274,8 @@ static void tables_build(PlacedTables* tables) {
     tables->runs = 0, tables->tiles = tables->staged = 0, tables->weights_slots = tables->grads_slots = 0;
     for (int launch = 0; launch < tables->optim->plan->launches; launch++) build_launch(tables, launch);
     if (!tables->kept) view_free(dev, view);
-    copy_to_device(dev, view->step, host->step, lists_take(tables, dev, view));
+    const int64_t lists = lists_take(tables, dev, view);  // which sets view->step
+    copy_to_device(dev, view->step, host->step, lists);
     const int64_t weights = (int64_t)tables->weights_slots * TILE_ELEMENTS * view->weight_bytes,
                   grads = (int64_t)tables->grads_slots * TILE_ELEMENTS * view->grad_bytes;
     view->weights = (char*)device_alloc(dev, weights);

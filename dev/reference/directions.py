@@ -27,8 +27,8 @@ def tokens(name):
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def loss_of(model, its, at):
-    rows = torch.stack([its[i:i + T] for i in at]).to(D)
+def loss_of(model, tokens, at):
+    rows = torch.stack([tokens[i:i + T] for i in at]).to(D)
     with torch.autocast(D, torch.bfloat16, enabled=D == "cuda"):
         return model(input_ids=rows, labels=rows).loss
 

@@ -60,7 +60,8 @@ DATA_TEST(data_files) {
     expect(disk_holds(joined(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
     expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1.07e+09 GiB and ");
     const SafetensorsTensor huge = tensor_of("huge", "F32", {1ll << 50});
-    expect_refused(safetensors_begin(&writer, joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on");
+    expect_refused(safetensors_begin(&writer, joined(folder, "huge"), &huge, 1, nullptr, error), error,
+                   "are free on its disk");
     expect(!exists(folder, "huge"), "a file that has no room was begun");
     // A write that the system cuts short leaves the old file as it was.
     put_text(path, "kept");

@@ -12,13 +12,14 @@
 
 constexpr int SLOT_EXTRA = -1;  // of the caller's array
 
+// A checkpoint says these of its formats.
 static const struct {
     const char *key, *OptimConfig::*name;
 } NAMES[] = {{"rule", &OptimConfig::rule},
              {"weights", &OptimConfig::weights},
              {"m", &OptimConfig::m},
              {"v", &OptimConfig::v},
-             {"override", &OptimConfig::overrides}};  // of what a checkpoint says of its formats
+             {"override", &OptimConfig::overrides}};
 
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
     OptimConfig whole = *config;
@@ -133,7 +134,8 @@ char* optim_saved_formats(const OptimConfig* config) {
     char* text = nullptr;
     size_t bytes = 0;
     FILE* file = text_stream(&text, &bytes);
-    for (const auto& its : NAMES) json_write_text_member(file, &its == NAMES ? "{" : ", ", its.key, config->*its.name);
+    for (const auto& field : NAMES)
+        json_write_text_member(file, &field == NAMES ? "{" : ", ", field.key, config->*field.name);
     json_write_text_member(file, ", ", "norms", config->limit_growth > 0.0f ? "fp32" : "none");
     fputc('}', file);
     fclose(file);
@@ -142,7 +144,7 @@ char* optim_saved_formats(const OptimConfig* config) {
 
 static bool stored_config(OptimStored* stored, const Json* formats, char* error) {
     OptimConfig* config = &stored->config;
-    for (const auto& its : NAMES) config->*its.name = json_string(formats, its.key, "");
+    for (const auto& field : NAMES) config->*field.name = json_string(formats, field.key, "");
     config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
     config->decay_mode = "coupled";  // any mode will do, since no array depends on it
     config->stored = true;
@@ -167,7 +169,7 @@ bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, co
     char reason[DATA_ERROR_BYTES];
     if (!stored_config(stored, formats, reason)) {
         return data_error(
-            error, "state.json: %s; for a new run with its weights type --model and the checkpoint's folder", reason);
+            error, "state.json: %s; for a new run with field weights type --model and the checkpoint's folder", reason);
     }
     *found = stored_extra(stored, dev, extra);
     return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
@@ -212,9 +214,9 @@ static void resume_overrides(OptimResume* resume, const char* added) {
     OptimConfig config;
     const bool known = tried(resume, "", &config);
     bool same = known && !other;
-    for (const auto& its : NAMES) {
-        const bool compared = same && its.name != &OptimConfig::overrides;
-        if (compared) same = strcmp(json_string(resume->formats, its.key, ""), config.*its.name) == 0;
+    for (const auto& field : NAMES) {
+        const bool compared = same && field.name != &OptimConfig::overrides;
+        if (compared) same = strcmp(json_string(resume->formats, field.key, ""), config.*field.name) == 0;
     }
     const bool has_own = known && strcmp(config.overrides, "none") != 0;
     resume->asked = other && strcmp(had, "none") == 0 ? "" : text_copy(json_string(resume->options, "override", ""));

@@ -1,5 +1,5 @@
 // Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares. Each pass
-// ends by turning its sums into a few fp32 numbers for each row, column or tensor (rows_settle), which the step then
+// ends by turning its sums into a few fp32 numbers for each row, column or tensor (SettleParts, SettleTensors), which the step then
 // reads in place of v. So these rules work with every format, rounding and noise of the step.
 //
 // With g the gradient, and a tensor of R x C (a vector is one row), the passes sum and leave the following:
