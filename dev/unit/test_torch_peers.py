@@ -215,6 +215,12 @@ def test_torch_flashoptim_of_a_model():
             assert torch.allclose(found ** power, moment.materialize().double().view(-1), 1e-5, 0), (bits, key)
     raises(ValueError, "give fp32", lambda: optimizer.set_fp32_model_state_dict(
         model, {"head.weight": torch.zeros(5, 50, dtype=torch.float64)}))
+    params = halves()
+    optimizer = flashoptim.FlashAdamW(params, lr=1e-3)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert not any(optimizer.state[p][key].quantized.any() for p in params for key in ("exp_avg", "exp_avg_sq"))
 
 
 def halves(dtype=None):
@@ -282,7 +288,8 @@ def test_torch_transformer_engine_arguments():
         size = fused.state[params[0]]["m"].element_size()
         assert size == torch.empty(0, dtype=moments).element_size(), (moments, size)
     params = halves()
-    fused = FusedAdam(params, use_decoupled_grad=True, master_weights=True, set_grad_none=False)
+    masters = [p.detach().float() for p in params]  # a list is as good as True there
+    fused = FusedAdam(params, use_decoupled_grad=True, master_weights=masters, set_grad_none=False)
     for p, q in zip(params, adam_steps(fused, params, 5, grad="decoupled_grad")[0]):
         assert (fused.state[p]["master_param"] - q).abs().max() < 1e-5 and p.grad is None
     fused.zero_grad()

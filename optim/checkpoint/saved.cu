@@ -14,7 +14,8 @@ constexpr int SLOT_EXTRA = -1;  // of the caller's array
 
 // A checkpoint says these of its formats.
 static const struct {
-    const char *key, *OptimConfig::*name;
+    const char* key;
+    const char* OptimConfig::*name;
 } NAMES[] = {{"rule", &OptimConfig::rule},
              {"weights", &OptimConfig::weights},
              {"m", &OptimConfig::m},

@@ -51,8 +51,10 @@ class Moment:
         self.quantized = self.quantized.view(part.kept_shapes[tensor])
         if name == "m" and self.scales is not None:  # soft8 counts from -127 there
             self.quantized = (self.quantized.int() - 127).to(torch.int8)
-        elif self.scales is not None:  # sqrt8 multiplies codes, not codes / 255
+        elif self.scales is not None:  # sqrt8 multiplies codes, not codes / 255; a code of 0 is 1 there, scaled by 0
             self.scales = 255 * self.scales
+            empty = (self.scales == 0).repeat_interleave(32)[:self.quantized.numel()]
+            self.quantized = self.quantized.masked_fill(empty.view_as(self.quantized), 0)
         self.materialize, self.is_quantized = lambda: part.moment(tensor, name), lambda: self.scales is not None
 
 

@@ -18,7 +18,7 @@ _STATES = {torch.float32: "fp32", torch.float16: "bf16:sr", torch.bfloat16: "bf1
 def _settings(optimizer, values):
     masters, remainders = values.pop("master_weights"), values.pop("store_param_remainders")
     kept, moments = values.pop("master_weight_dtype"), [values.pop(f"exp_avg{end}_dtype") for end in ("", "_sq")]
-    for what, found, known in [("masters", kept, _MASTERS)] * masters + [("moments", its, _STATES) for its in moments]:
+    for what, found, known in [("masters", kept, _MASTERS)] * bool(masters) + [("moments", its, _STATES) for its in moments]:
         if found not in known:
             raise ValueError(f"FusedAdam: {what} of {found} were found; take {', '.join(map(str, known))}")
     optimizer._bf16_weights = "bf16" if not masters else "bf16+16" if remainders else _MASTERS[kept]
