@@ -10,10 +10,10 @@ C_LINKAGE_BEGIN
 void report_data(RunFolder* run, int V);
 void report_training(RunFolder* run, const char* optimizer);
 void report_memory(RunFolder* run, const MemoryPlan* plan, int64_t available);
-// Returns a text, which the program keeps, that must be the same on all ranks, or they would wait for one another: whether
-// there is a tokenizer, which changes options; the options but --run, --resume, --data, --val and --join-timeout; and
-// checksums of the checkpoint, the data and what run_folder_open has read. A byte 1 follows each part, since values may
-// have spaces.
+// Returns a text, which the program keeps, that must be the same on all ranks, or they would wait for one another:
+// whether there is a tokenizer, which changes options; the options but --run, --resume, --data, --val and
+// --join-timeout; and checksums of the checkpoint, the data and what run_folder_open has read. A byte 1 follows each
+// part, since values may have spaces.
 const char* run_identity(const RunFolder* run);
 
 // Times the steps after `from`. `from` moves after the first step and after the tenth, since early steps are slower.

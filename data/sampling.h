@@ -1,5 +1,5 @@
-// This file prints and logs a model's samples: --samples of the first prompt, then of the second, and so on. The trainer
-// draws their tokens.
+// This file prints and logs a model's samples: --samples of the first prompt, then of the second, and so on. The
+// trainer draws their tokens.
 #pragma once
 #include "run_folder.h"
 C_LINKAGE_BEGIN
