@@ -1,6 +1,6 @@
 // Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares. Each pass
-// ends by turning its sums into a few fp32 numbers for each row, column or tensor (SettleParts, SettleTensors), which the step then
-// reads in place of v. So these rules work with every format, rounding and noise of the step.
+// ends by turning its sums into a few fp32 numbers for each row, column or tensor (SettleParts, SettleTensors), which
+// the step then reads in place of v. So these rules work with every format, rounding and noise of the step.
 //
 // With g the gradient, and a tensor of R x C (a vector is one row), the passes sum and leave the following:
 //     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + one_minus_beta2 (mean - v_i)
