@@ -168,7 +168,7 @@ def compare(make, shapes, m=None):
 
 def table():
     """Returns rows of the name, and what is called for the largest difference."""
-    paper = {"relative_step": True, "scale_parameter": True}, {"adafactor_lr": "paper"}
+    paper = {"relative_step": True, "scale_parameter": True, "lr": 0.5}, {"adafactor_lr": "paper", "lr": 0.5}
     no_m, m, margin = ({}, {"m": "none"}), ({"beta1": 0.9}, {}), ({"fira_margin": 0.05}, {"limit_growth": 1.05})
     limits = {"enable_fira_for_adafactor": True}, {"limit_growth": 1.01}
     confident = ({"beta1": 0.9, "beta2": 0.95, "beta3": 0.99}, {"rule": "came8bit", "beta3": 0.99})

@@ -198,6 +198,14 @@ def test_library_limit_growth():
     raises(ValueError, "sets the norm of its updates", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
     raises(ValueError, "reads whole tensors",
            lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
+    for rule in ("fira", "apollo", "apollo-mini"):  # which limit by 1.01 unless another number is given
+        ends = []
+        for own in ({}, {"limit_growth": 1.01}, {"limit_growth": 1.3}):
+            plain = Plain([(20, 30), (3, 4)], rule=rule, m="fp32", overrides="none", **own)
+            for number in range(1, 4):
+                plain.step(number, scale=number)
+            ends.append([bytes(w) for w in plain.weights])
+        assert ends[0] == ends[1] != ends[2], rule
 
 
 def test_library_options_of_rules():
