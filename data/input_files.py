@@ -41,6 +41,14 @@ def reading(path):
         raise Problem(f"{path}: cannot be read ({what}); fetch or write it again") from None
 
 
+def innermost(error):
+    """Returns what the system said, such as "Connection refused", where libraries wrapped it; else the error itself."""
+    said = error
+    while error := error.__cause__ or error.__context__:
+        said = getattr(error, "strerror", None) or said
+    return said
+
+
 def download(url, sha256, instead):
     """Returns the path of a file in the cache; downloads it if it is not there. `instead` says what to do offline."""
     import pooch
@@ -53,7 +61,7 @@ def download(url, sha256, instead):
         try:
             return pooch.retrieve(url, f"sha256:{sha256}", name, pooch.os_cache("nibble"), downloader=get)
         except (OSError, ValueError) as error:  # a failing connection, and another SHA-256
-            raise Problem(f"{url} cannot be downloaded ({error}): {instead}") from None
+            raise Problem(f"{url} cannot be downloaded ({innermost(error)}): {instead}") from None
 
 
 HUGGING_FACE = "https://huggingface.co/datasets/"

@@ -215,6 +215,11 @@ bool options_needed(const Options* options, char* error) {
         return data_error(error, "--val %s validates, and nothing is named to train on; type --data PATH too",
                           options->val);
     }
+    if (options->keep == OPTION_AUTO && options->val_every == 0) {
+        return data_error(error,
+                          "--keep best goes by the validation loss, which --val-every 0 never measures; "
+                          "type another --val-every, or --keep N");
+    }
     if (options->eval_every > 0 && !*options->eval) {
         return data_error(error, "--eval-every %lld has nothing to score; type --eval NAMES too, or leave it out",
                           options->eval_every);

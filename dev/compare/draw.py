@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from curves import COLOURS, STYLE, Curve, draw_panels, matplotlib, mean_curve, parts_of, plain, plt, save
 from matplotlib.patheffects import withStroke
+from sweep import NO_GROUP
 from table import groups
 
 BYTES = [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20]  # ticks of the axis of bytes a parameter
@@ -43,10 +44,10 @@ def draw_over_training(table, parts, zero):
 def draw_losses(table, sweep):
     base = next(row for row in table if row.name == sweep.baseline)
     black = loss_curve(base) if base.done else None
-    parts = [
-        (group, black, [loss_curve(row) for row in rows if row.drawn and row is not base])
-        for group, rows in groups(table).items()
-    ]
+    parts = []
+    for group, rows in groups(table).items():
+        title = sweep.title if group == NO_GROUP else group
+        parts.append((title, black, [loss_curve(row) for row in rows if row.drawn and row is not base]))
     return draw_over_training(table, [part for part in parts if part[2]] or parts[:1], False)
 
 
@@ -65,7 +66,8 @@ def draw_differences(table, sweep):
     for group, rows in groups(table).items():
         for baseline in dict.fromkeys(row.baseline for row in rows):
             curves = [difference_curve(row) for row in rows if row.baseline == baseline and row.path]
-            parts.append((f"{group}, minus {baseline}", None, curves))
+            named = "" if group == NO_GROUP else f"{group}, "
+            parts.append((f"{named}minus {baseline}", None, curves))
     return draw_over_training(table, parts, True)
 
 
@@ -98,15 +100,20 @@ def beside(axes, points, bars=()):
         taken.append(box)
 
 
+def rounded(count):
+    """Returns a number as 124M, or as 834k below a million."""
+    return f"{count / 1e6:.0f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+
+
 def draw_bytes(table, sweep):
     """Bytes that a parameter holds against the final loss, of the rows in `picture`, else of the first group."""
     rows = [row for row in table if row.done and (row.name in sweep.picture or not sweep.picture and row.group == table[0].group)]
     if len({row.held for row in rows}) < 2:
         return None
-    length = f"{rows[0].any('steps') * rows[0].any('tokens_per_step') / 1e6:.0f}M tokens"
+    length = f"{rounded(rows[0].any('steps') * rows[0].any('tokens_per_step'))} tokens"
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     axes.set_title(
-        f"{plain(sweep.title)}: {rows[0].any('parameters') / 1e6:.0f}M parameters, "
+        f"{plain(sweep.title)}: {rounded(rows[0].any('parameters'))} parameters, "
         f"{f'{sweep.seconds} seconds' if sweep.seconds else length}.\n"
         "Bars: ± the standard error of the difference to the baseline, if known. n: seeds; hollow: one diverged or died.",
         loc="left", fontsize=9,

@@ -32,6 +32,7 @@ STUDY_KEYS = {
     "keep-checkpoints": (bool, "true or false"), "seconds": (int, "a whole number of seconds"),
     "base": (dict, "written once, as [base]"), "run": (list, "written as [[run]] for each run"),
 }  # fmt: skip
+NO_GROUP = "runs"  # the group of runs for which the file names none
 RUN_KEYS = {"name": (str, "a text"), "group": (str, "a text"), "baseline": (str, "the name of a run"), "each": (list, EACH)}
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
@@ -203,7 +204,7 @@ class Reader:
                 name=self.name(block, entry, {**options, "seed": seed}),
                 seed=int(seed),
                 options={k: v for k, v in options.items() if v != ""},
-                group=entry.get("group", "runs"),
+                group=entry.get("group", NO_GROUP),
                 baseline=entry.get("baseline", self.data["baseline"]),
                 own=set(point) - {"seed"},
                 round=seeds.index(seed),
