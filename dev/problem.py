@@ -1,7 +1,9 @@
 """How the scripts of this folder report a mistake: in one sentence that begins with their name, with exit status 2."""
 
 import argparse
+import hashlib
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,6 +23,12 @@ def write_whole(path, contents):
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def file_name(name):
+    """Returns a readable name for a file, which differs for each name."""
+    text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", name)[:120]
+    return text if text == name else f"{text}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
 def here(path):

@@ -7,13 +7,11 @@ the last bit, unless options changed). A library is imported only for its own ex
 
 import collections
 import csv
-import hashlib
 import io
 import os
-import re
 import time
 
-from problem import Problem, installs, python_here, say, write_whole
+from problem import Problem, file_name, installs, python_here, say, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -33,12 +31,6 @@ def rows_of(log):
             prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
             row.values.update({prefix + key: its for key, its in record.items() if key not in NOT_VALUES and its is not None})
     return [steps[step] for step in sorted(steps)]
-
-
-def file_name(name):
-    """Returns a name for a file, another one for each run."""
-    text = re.sub(r"[^\w.-]", "_", name)
-    return text if text == name else f"{text}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
 # Each writer is made of (folder, name, log), and has write(rows, first), where rows before the first are written already, and close().

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from problem import Problem
+from problem import Problem, file_name
 
 # Of one start of the program, or set by the instrument itself.
 RESERVED = "config run resume sample dry-run profile fit list-formats list-presets version help".split()
@@ -38,11 +38,7 @@ USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
 
 def slug(name, seed):
-    """Returns a readable file name, which differs for each name."""
-    text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", name)[:120]
-    if text != name:
-        text += "_" + hashlib.sha256(name.encode()).hexdigest()[:6]
-    return f"{text}_s{seed}"
+    return f"{file_name(name)}_s{seed}"
 
 
 @dataclass
