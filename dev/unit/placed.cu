@@ -130,16 +130,16 @@ static bool weights_same(const Placed* a, const Placed* placed, int t) {
     return same_bytes(a, seen, placed, placed->weights[t], length(t) * a->bytes[0]);
 }
 
-// True if every array of the placed run is that of the other, which has the primary weights besides.
-static bool states_same(const Placed* arena, const Placed* placed, const char** different) {
+// Every weight and every array of the placed run is that of the other, which has the primary weights besides.
+static void expect_placed_same(Test* test, const Placed* other, const Placed* placed, const char* what) {
+    for (int t = 0; t < placed->count; t++)
+        expect(weights_same(other, placed, t), "%s: %s differs", what, shapes[t].name);
     for (int s = 0; s < placed->optim->stream_count; s++) {
-        const OptimStream b = placed->optim->stream[s];
+        const OptimStream b = placed->optim->stream[s], a = optim_stream_named(other->optim, b.name);
         const int64_t bytes = b.elements * b.element_bytes;
-        const OptimStream a = optim_stream_named(arena->optim, b.name);
-        *different = b.name;
-        if (!a.data || a.elements != b.elements || !same_bytes(arena, a.data, placed, b.data, bytes)) return false;
+        expect(a.data && a.elements == b.elements && same_bytes(other, a.data, placed, b.data, bytes), "%s: %s differs",
+               what, b.name);
     }
-    return true;
 }
 
 static void compare_case(Test* test, const Combination* its, OptimType compute, const char* grads, int shift,
@@ -155,13 +155,7 @@ static void compare_case(Test* test, const Combination* its, OptimType compute, 
         run_step(&placed, step);
         if (step == 2) run_step(&placed, step + 1, 0, true), run_step(&placed, step + 1, 0, false, true);
     }
-    const char* name = "";
-    for (int t = 0; t < arena.count; t++) {
-        expect(weights_same(&arena, &placed, t), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
-               config.rule, config.weights, config.m, grads, shift, shapes[t].name);
-    }
-    expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
-           config.rule, config.weights, config.m, grads, shift, name);
+    expect_placed_same(test, &arena, &placed, formatted("%s%s, shift %d", its->preset, describe(&config), shift));
 }
 
 // All combinations and presets, with gradients and weights of either type. Weights of fp32 are those that no override
@@ -254,10 +248,7 @@ TEST_BOTH(placed_many_groups) {
         for (Placed* run : {&one, &several}) placed_open(run, &config, OPTIM_BF16, gpu, true, 0), run->rates = true;
         several.each = true;
         for (int step = 1; step <= STEPS; step++) run_step(&one, step), run_step(&several, step);
-        const char* name = "";
-        for (int t = 0; t < one.count; t++)
-            expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
-        expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
+        expect_placed_same(test, &one, &several, describe(&config));
     }
 }
 
@@ -345,10 +336,7 @@ static void graph_case(Test* test, const Combination* its, bool each, unsigned m
         check(cudaGraphLaunch(exec, run.dev.stream));
     }
     expect(placed_clock(run.tables) == 7, "%s: the clock is at %lld", config.rule, (long long)placed_clock(run.tables));
-    const char* name = "";
-    for (int t = 0; t < run.count; t++)
-        expect(weights_same(&plain, &run, t), "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
-    expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
+    expect_placed_same(test, &plain, &run, describe(&config));
     check(cudaGraphExecDestroy(exec));
     check(cudaGraphDestroy(graph));
 }
