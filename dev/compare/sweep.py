@@ -138,11 +138,16 @@ class Reader:
         names = list(own) + [name for name in self.known if name not in RESERVED]
         raise Problem(f"{place}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
 
+    def bases(self, data):
+        """Returns [base], behind those of the sweep that this one is like, which may be like another."""
+        like = data.get("like")
+        others = self.bases(tomllib.loads((self.path.parent / like).read_text("utf-8-sig"))) if like else {}
+        return others | data.get("base", {})
+
     def shared(self):
-        """Returns the options of [base], and before them of that of the sweep that this one is like."""
-        like, options = self.data.get("like"), {}
-        others = tomllib.loads((self.path.parent / like).read_text("utf-8-sig")).get("base", {}) if like else {}
-        for key, value in (others | self.data.get("base", {})).items():
+        """Returns the options of [base] and of the sweeps that this one is like."""
+        options = {}
+        for key, value in self.bases(self.data).items():
             place = self.place(self.base, key)
             self.key_checked(place, key)
             if isinstance(value, list):
