@@ -49,15 +49,6 @@ ERRORS = {"open": "EACCES EMFILE EIO", "folder": "EACCES EMFILE", "read": "EIO s
 SIGNALS = ("INT", "TERM", "HUP", "USR1", "PIPE")
 
 
-class Failed(Exception):
-    """A case raises this for what it found."""
-
-
-def need(condition, text):
-    if not condition:
-        raise Failed(text)
-
-
 # The training data: a folder as data/prepare.py makes it, with a tokenizer of 260 tokens.
 
 
@@ -139,7 +130,7 @@ class Harness:
             os.makedirs(f"{self.root}/{name}")
             begin = time.monotonic()
             ended = self.run(f"{self.root}/{name}", words)
-            need(ended.code == 0, f"an undisturbed run ends with {ended.code}: {ended.err}")
+            assert ended.code == 0, f"an undisturbed run ends with {ended.code}: {ended.err}"
             self.seconds = time.monotonic() - begin
         # A run that is stopped before its first step saves the initial weights.
         shutil.copytree(f"{self.root}/zero/run/step_00000000", f"{self.root}/whole/run/step_00000000")
@@ -147,7 +138,7 @@ class Harness:
         for begun in (False, True):
             folder = self.folder(f"count_{begun}", begun)
             env = {"LD_PRELOAD": PRELOAD, "FAULT_COUNT": f"{folder}/counts"}
-            need(self.run(folder, env=env).code == 0, "a run that is counted fails")
+            assert self.run(folder, env=env).code == 0, "a run that is counted fails"
             lines = Path(folder, "counts").read_text().splitlines()
             self.counts[begun] = {kind: int(count) for kind, count in map(str.split, lines)}
 
@@ -174,38 +165,38 @@ class Harness:
             for name in names:
                 path = f"run/step_{step:08d}/{name}"
                 got, want = Path(case.folder, path), Path(self.root, "whole", path)
-                need(got.is_file() or step != whole, f"{path} is missing")
-                need(not got.is_file() or got.read_bytes() == want.read_bytes(), f"{path} is not the undisturbed run's")
+                assert got.is_file() or step != whole, f"{path} is missing"
+                assert not got.is_file() or got.read_bytes() == want.read_bytes(), f"{path} is not the undisturbed run's"
 
     @staticmethod
     def check_end(ended, codes=(0, 2)):
-        need(ended.code is not None, f"hangs; stderr: {ended.err[-500:]}")
-        need(ended.code in codes, f"ends with {ended.code}, not with one of {codes}; stderr: {ended.err[-500:]}")
+        assert ended.code is not None, f"hangs; stderr: {ended.err[-500:]}"
+        assert ended.code in codes, f"ends with {ended.code}, not with one of {codes}; stderr: {ended.err[-500:]}"
         errors = [line for line in ended.err.splitlines() if not line.startswith("train: notice: ")]
         if ended.code == 2:
-            need(len(errors) == 1 and errors[0].startswith("train: error: "), f"not one sentence: {ended.err[-800:]}")
-        need(not re.search("[\x00-\x08\x0b-\x1f\x7f]", ended.err), f"control characters: {ended.err[-500:]!r}")
+            assert len(errors) == 1 and errors[0].startswith("train: error: "), f"not one sentence: {ended.err[-800:]}"
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", ended.err), f"control characters: {ended.err[-500:]!r}"
 
     def check_kept(self, case, ended):
         """Checks that the newest earlier checkpoint, or a newer one, is there. A run that ends for lack of memory names
         its last one."""
         after = self.steps(case.folder)
-        need(not case.before or (after and after[-1] >= case.before[-1]), f"checkpoints {case.before} became {after}")
+        assert not case.before or (after and after[-1] >= case.before[-1]), f"checkpoints {case.before} became {after}"
         self.check_checkpoints(case, after[-1] if after else None)
         saved = re.findall(r"^save +\d+  (\S+)", ended.out, re.MULTILINE)
         named = ended.code == 0 or not case.memory or not saved or saved[-1] in ended.err
-        need(named, f"{saved[-1:]} is not named: {ended.err}")
+        assert named, f"{saved[-1:]} is not named: {ended.err}"
 
     def check_again(self, case):
         """Checks that the same command ends with the undisturbed run's bits."""
         ended = self.run(case.folder)
-        need(ended.code == 0, f"again, undisturbed: ends with {ended.code}: {ended.err[-500:]}")
-        need(self.steps(case.folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(case.folder)}")
+        assert ended.code == 0, f"again, undisturbed: ends with {ended.code}: {ended.err[-500:]}"
+        assert self.steps(case.folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(case.folder)}"
         self.check_checkpoints(case, LAST)
         for line in Path(case.folder, "run/log.jsonl").read_text().splitlines():
             json.loads(line)
 
-    # The groups of cases. Each disturbs a run of its own and raises Failed; the same command is then run undisturbed.
+    # The groups of cases. Each disturbs a run of its own and asserts what must hold; the same command is then run undisturbed.
 
     def kills(self, case, rng):
         case.fault = "SIGKILL"
@@ -255,8 +246,8 @@ class Harness:
         self.check_end(ended, (0,) + ((128 + number,) if stops else ()) + ((-number,) if early else ()))
         self.check_checkpoints(case)
         saved = stops and "stopped  " in ended.out
-        need(not saved or (ended.code == 128 + number and self.steps(case.folder)),
-             f"a run that was stopped ended with {ended.code} and the checkpoints {self.steps(case.folder)}")
+        told = f"a run that was stopped ended with {ended.code} and the checkpoints {self.steps(case.folder)}"
+        assert not saved or (ended.code == 128 + number and self.steps(case.folder)), told
 
     # All groups.
 
@@ -268,7 +259,7 @@ class Harness:
             case.before = self.steps(case.folder)
             getattr(self, group)(case, rng)
             self.check_again(case)
-        except Failed as failed:
+        except AssertionError as failed:
             problem = f"{case.fault}{', resumed' if case.before else ''}: {failed}"
         except Exception as failure:  # a fault of this program is a failure too, and the others go on
             problem = f"{type(failure).__name__}: {failure}"
@@ -315,7 +306,7 @@ def main():
     try:
         harness.measure()
         harness.all()
-    except Failed as failed:
+    except AssertionError as failed:
         print(f"FAIL  {failed}")
         harness.failed += 1
     finally:

@@ -22,14 +22,11 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-from problem import Parser, Problem, answered, installs, say
+from problem import Parser, Problem, answered, needed, say
 from runlog import RunLog, numbers
 
-try:
+with needed("plot", "-r dev/requirements.txt"):
     from curves import COLOURS, STYLE, Curve, draw_panels, mean_curve, plt, save, smoothed
-except ImportError as missing:
-    print(f"plot: error: {missing}; {installs('-r dev/requirements.txt')}", file=sys.stderr)
-    sys.exit(2)
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field of a record
 OWN = ("seed", "run", "resume")  # options in which the runs of one line may differ

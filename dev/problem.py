@@ -1,6 +1,7 @@
 """How the scripts of this folder report a mistake: in one sentence that begins with their name, with exit status 2."""
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
@@ -37,16 +38,21 @@ def here(path):
     return shlex.quote(str(path) if relative.startswith("..") else relative)
 
 
-def python_here(arguments):
-    """Returns the command of the Python that runs, whichever `python` is on the PATH."""
-    return f"`{here(sys.executable)} {arguments}`"
-
-
 def installs(packages):
-    """Returns what to type where packages, or those of `-r FILE` in the repository, are missing."""
+    """Returns what to type where packages, or those of `-r FILE` in the repository, are missing, for the Python that runs."""
     if packages.startswith("-r "):
         packages = f"-r {here(Path(__file__).resolve().parents[1] / packages[3:])}"
-    return f"type {python_here(f'-m pip install {packages}')}"
+    return f"type `{here(sys.executable)} -m pip install {packages}`"
+
+
+@contextlib.contextmanager
+def needed(name, packages):
+    """with needed("plot", "torch"): its imports end the script of this name where a package is missing."""
+    try:
+        yield
+    except ImportError as missing:
+        say(f"{name}: error: {missing}; {installs(packages)}", sys.stderr)
+        sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):

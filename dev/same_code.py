@@ -63,21 +63,15 @@ step|LowRank<MATRIX_GALORE>|F|DYN|UDYN|None|F
 step|MatrixApply|BSR|None|None|None|F""".strip().split("\n")]
 
 
-def tool(variable, name):
-    """Returns the path of one of CUDA's tools."""
-    places = [os.environ.get(variable), shutil.which(name), f"/usr/local/cuda/bin/{name}"]
-    for place in places:
-        if place and os.path.exists(place):
-            return place
-    sys.exit(f"same_code: error: {name} was not found; install the CUDA toolkit's, or set {variable} to its path")
+CUOBJDUMP = os.environ.get("CUOBJDUMP") or shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump"
 
 
 def kernels(path):
     """Returns (name, code, instructions) of each kernel in an object or cubin; the code is a checksum."""
-    usage = subprocess.run([tool("CUOBJDUMP", "cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True).stdout
     resources = dict(re.findall(r"Function (\S+):\s+(REG:\d+ STACK:\d+ SHARED:\d+)", usage))
     found, name, words = [], None, []
-    with subprocess.Popen([tool("CUOBJDUMP", "cuobjdump"), "-sass", path], stdout=subprocess.PIPE, text=True) as dump:
+    with subprocess.Popen([CUOBJDUMP, "-sass", path], stdout=subprocess.PIPE, text=True) as dump:
         for line in [*dump.stdout, "Function : end"]:
             if "Function : " in line:
                 if name:
@@ -159,6 +153,8 @@ def main():
     parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW", help="a type's name in the other build")
     parser.add_argument("--only", choices=("objects", "steps"))
     options = parser.parse_args()
+    if not os.path.exists(CUOBJDUMP):
+        sys.exit(f"same_code: error: {CUOBJDUMP} is not there; install the CUDA toolkit's, or set CUOBJDUMP to its path")
     differ = 0
     with ThreadPoolExecutor(2) as pool:
         if options.only != "steps":

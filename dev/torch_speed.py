@@ -23,13 +23,10 @@ import sys
 import time
 from statistics import median_high as median
 
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, needed
 
-try:
+with needed("torch_speed", "torch"):
     import torch
-except ImportError as missing:
-    print(f"torch_speed: error: {missing}; {installs('torch')}", file=sys.stderr)
-    sys.exit(2)
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "optim" / "python"))
 import nibble_optim  # noqa: E402: from the repository

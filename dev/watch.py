@@ -21,7 +21,7 @@ from pathlib import Path
 
 import watch_export
 from colours import COLOURS
-from problem import Parser, Problem, answered, installs, say
+from problem import Parser, Problem, answered, needed, say
 from runlog import KINDS, RunLog
 
 HERE = Path(__file__).resolve().parent
@@ -92,10 +92,8 @@ def news(runs, have):
 
 @functools.cache
 def bokeh_program():
-    try:
+    with needed("watch", "-r dev/requirements.txt"):
         from bokeh.resources import Resources
-    except ImportError as missing:
-        raise Problem(f"{missing}; {installs('-r dev/requirements.txt')}") from None
     return "\n".join(Resources(mode="inline", components=["bokeh", "bokeh-api"]).js_raw).encode()
 
 

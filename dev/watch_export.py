@@ -11,7 +11,7 @@ import io
 import os
 import time
 
-from problem import Problem, file_name, installs, python_here, say, write_whole
+from problem import file_name, needed, say, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -58,11 +58,8 @@ class Tensorboard:
     """Writes event files into FOLDER/RUN/."""
 
     def __init__(self, folder, name, log):
-        try:
+        with needed("watch", "tensorboardX tensorboard"):
             from tensorboardX import SummaryWriter
-        except ImportError:
-            hint = installs("tensorboardX tensorboard")
-            raise Problem(f"--export tensorboard needs tensorboardX; {hint}") from None
         self.make, self.folder, self.writer = SummaryWriter, folder / file_name(name), None
 
     def write(self, rows, first):
@@ -87,11 +84,8 @@ class Wandb:
     """Writes a run of the project WANDB_PROJECT, or nibble. wandb's own variables (WANDB_MODE=offline, ...) apply."""
 
     def __init__(self, folder, name, log):
-        try:
+        with needed("watch", "wandb"):
             import wandb
-        except ImportError:
-            hint = f"{installs('wandb')}, then {python_here('-m wandb login')}"
-            raise Problem(f"--export wandb needs wandb; {hint}") from None
         project, config = os.environ.get("WANDB_PROJECT", "nibble"), log.config.get("options", {})
         how = {"resume": "allow", "reinit": "create_new", "dir": str(folder)}
         self.run = wandb.init(project=project, name=name, id=file_name(name), config=config, **how)

@@ -17,17 +17,13 @@ import re
 import sys
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, needed
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
-try:
+with needed(os.path.basename(sys.argv[0]).removesuffix(".py"), "-r dev/reference/requirements.txt"):
     import numpy as np
     import torch
     from transformers import GPT2LMHeadModel
-except ImportError as missing:
-    name, hint = os.path.basename(sys.argv[0]).removesuffix(".py"), installs("-r dev/reference/requirements.txt")
-    print(f"{name}: error: {missing}; {hint}", file=sys.stderr)
-    sys.exit(2)
 
 MAGIC, HEADER_BYTES = 20240520, 1024
 
