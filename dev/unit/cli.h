@@ -6,10 +6,10 @@
 
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
-    write_text(folder, name, printed([&](FILE* file) {
-                   for (int i = 0; i < 8 * sentences; i++)
-                       fprintf(file, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
-               }));
+    put_text(joined(folder, name), printed([&](FILE* file) {
+                 for (int i = 0; i < 8 * sentences; i++)
+                     fprintf(file, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
+             }));
 }
 
 inline const char* work_folder() {
@@ -70,7 +70,7 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
     print_bytes(file);
     fprintf(file, ", \"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}%s", END, whole ? "}}" : "");
     fclose(file);
-    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
+    if (!whole) put_text(joined(folder, "merges.txt"), "#version: 0.2\nt h\nth e\n");
 }
 
 // Replaces words in a checkpoint's state.json, and writes the checksum that it then has.
@@ -79,5 +79,5 @@ inline void rewrite_state(const char* folder, const char* from, const char* to) 
     for (const char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
     if (!strstr(text, from) || !seal) abort();
     const uint32_t crc = crc32c(0, changed, seal - changed);
-    write_text(folder, "state.json", formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
+    put_text(joined(folder, "state.json"), formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
 }

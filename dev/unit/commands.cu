@@ -187,7 +187,7 @@ static void run_line(Test* test, Typed* now, char* line) {
         write_evaluations(now->work);
     } else if (strcmp(line, "tokens") == 0) {
         write_shard_of(now->work, "data/train_000.bin", 4000, 7), write_shard_of(now->work, "data/val_000.bin", 400, 7);
-        write_text(now->work, "data/meta.json", "{\"vocabulary\": 259}");
+        put_text(joined(now->work, "data/meta.json"), "{\"vocabulary\": 259}");
         write_tokenizer(joined(now->work, "data"));
         run_line(test, now, strdup("$ train $SHAPE $QUICK --data data --run used --steps 1"));
     } else if (sscanf(line, "state %255s", path) == 1) {

@@ -57,7 +57,7 @@ void write_sealed(const File* file, const File* sealed, const char* folder, cons
     static unsigned char all[sizeof(File)];
     const uint32_t crc = crc32c(crc32c(0, sealed->header, 60), sealed->bytes, sealed->used);
     memcpy(all, file->header, 60), memcpy(all + 60, &crc, 4), memcpy(all + 64, file->bytes, file->used);
-    write_bytes(folder, name, all, 64 + file->used - cut);
+    ::put(joined(folder, name), all, 64 + file->used - cut);
 }
 
 const uint32_t FOUR[][2] = {{4, 2}, {3, 0}, {4, 3}, {2, 1}, {0, 0}};

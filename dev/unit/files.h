@@ -84,14 +84,6 @@ inline void put_text(const char* path, const char* text) {
     put(path, text, (int64_t)strlen(text));
 }
 
-inline void write_bytes(const char* folder, const char* name, const void* bytes, size_t count) {
-    put(joined(folder, name), bytes, (int64_t)count);
-}
-
-inline void write_text(const char* folder, const char* name, const char* text) {
-    put_text(joined(folder, name), text);
-}
-
 inline bool exists(const char* folder, const char* name) {
     return access(joined(folder, name), F_OK) == 0;
 }

@@ -80,13 +80,12 @@ DATA_TEST(folders_several_files) {
     const SmallModel small;
     const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
     auto index = [&](const char* odd, const char* odd_file) {
-        write_text(folder, "model.safetensors.index.json", printed([&](FILE* out) {
-                       fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {\"%s\": \"%s\"", odd,
-                               odd_file);
-                       for (int t = 0; t < small.count; t++)
-                           fprintf(out, ", \"transformer.%s\": \"%s\"", small.tensors[t].name, t < 5 ? one : two);
-                       fputs("}}", out);
-                   }));
+        put_text(joined(folder, "model.safetensors.index.json"), printed([&](FILE* out) {
+                     fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {\"%s\": \"%s\"", odd, odd_file);
+                     for (int t = 0; t < small.count; t++)
+                         fprintf(out, ", \"transformer.%s\": \"%s\"", small.tensors[t].name, t < 5 ? one : two);
+                     fputs("}}", out);
+                 }));
     };
     Safetensors whole, parts;
     small.write(joined(folder, "model.safetensors"), 0, small.count, nullptr, false, 0);
@@ -109,7 +108,7 @@ DATA_TEST(folders_several_files) {
         index(item[0], item[1]);
         expect_refused(small.opens(&parts, folder), error, item[2]);
     }
-    write_text(folder, "model.safetensors.index.json", "{\"weight_map\": []}");
+    put_text(joined(folder, "model.safetensors.index.json"), "{\"weight_map\": []}");
     expect_refused(small.opens(&parts, folder), error, "model.safetensors.index.json holds no weight_map");
     index("transformer.wte.weight", one);
     small.write(joined(folder, two), 4, small.count, nullptr, false, 0);
@@ -148,7 +147,7 @@ FOLDER_TEST(folders_tokenizer_json) {
     char* whole = contents(work, "tokenizer.json");
     for (const char* flag : {"lstrip", "rstrip", "single_word"}) {
         const char* flagged = formatted("\"id\": 259, \"%s\": true", flag);
-        write_text(work, "tokenizer.json", replaced(whole, "\"id\": 259", flagged));
+        put_text(joined(work, "tokenizer.json"), replaced(whole, "\"id\": 259", flagged));
         expect(!tokenizer_open(work, error) && strstr(error, "adds the token \"<pad>\" with"), "%s: %s", flag, error);
     }
 }
