@@ -6,6 +6,7 @@ The bits against ./train's optimizer object are in dev/unit/placed.cu, which ste
 """
 import array
 import ctypes
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -332,6 +333,26 @@ def test_library_wheel_in_an_empty_environment():
         env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
         run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
     assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
+
+
+def test_library_types():
+    """A type checker finds the classes, those of compat too, and the arguments' types."""
+    if importlib.util.find_spec("mypy") is None:
+        return "skipped: no mypy"
+    code = """from nibble_optim import Optimizer
+from nibble_optim.compat import bitsandbytes as bnb
+from nibble_optim.compat.flashoptim import FlashAdamW
+from nibble_optim.compat.torchao import AdamW8bit
+bnb.AdamW8bit([], lr=1e-3), bnb.optim.Lion8bit([]), FlashAdamW([]), AdamW8bit([])
+Optimizer([], lr=1e-3)
+Optimizer([], preset=8)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "user.py").write_text(code)
+        run = subprocess.run([sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir",
+                              folder, "user.py"], capture_output=True, text=True, cwd=folder,
+                             env={**os.environ, "MYPYPATH": str(ROOT / "optim" / "python")})
+    assert run.stdout.startswith("user.py:7: error: Argument \"preset\"") and "Found 1 error" in run.stdout, run
 
 
 if __name__ == "__main__":
