@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest.mock
 import zipfile
@@ -333,6 +334,30 @@ def test_library_wheel_in_an_empty_environment():
         env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
         run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
     assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
+
+
+def test_library_source_distribution():
+    """It has every file that the library's objects were made from, and its metadata; wheels of CUDA have other names."""
+    spec = importlib.util.spec_from_file_location("nibble_wheel", ROOT / "optim" / "python" / "wheel.py")
+    wheel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheel)
+    made_from = [path.read_text().replace("\\\n", " ").split() for path in ROOT.glob("build/**/lib/**/*.d")]
+    read = {os.path.normpath(word) for words in made_from for word in words if (ROOT / word).is_file()}
+    if not read:
+        return "skipped: no build of the library here"
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(f"{folder}/{wheel.build_sdist(folder)}") as archive:
+            there = set(archive.getnames())
+            about = archive.extractfile(f"{wheel.NAME}/PKG-INFO").read().decode()
+        lacking = sorted(name for name in read | {"Makefile", "LICENSE"} if f"{wheel.NAME}/source/{name}" not in there)
+        assert not lacking and {f"{wheel.NAME}/{name}" for name in ("pyproject.toml", "wheel.py", "README.md")} < there, lacking
+        for line in ("Requires-Dist: torch>=2.4", "Author: ", "License: MIT; libgomp", "Classifier: Typing :: Typed"):
+            assert f"\n{line}" in about, line
+        library = pathlib.Path(folder, "lib", "libnibble_optim.so")
+        for found, build in (("g++ ", "0cpu"), ("nvcc      12.4  /usr/bin/nvcc\n", "1cu124")):
+            pathlib.Path(folder, "found").write_text(found)
+            library.parent.mkdir(exist_ok=True)
+            assert wheel.build_of(library) == build, build
 
 
 def test_library_types():
