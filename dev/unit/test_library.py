@@ -6,11 +6,13 @@ The bits against ./train's optimizer object are in dev/unit/placed.cu, which ste
 """
 import array
 import ctypes
+import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest.mock
 import zipfile
@@ -340,6 +342,50 @@ def test_library_wheel_in_an_empty_environment():
         env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
         run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
     assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
+
+
+def test_library_source_distribution():
+    """It has every file that the library's objects were made from, and its metadata; wheels of CUDA have other names."""
+    spec = importlib.util.spec_from_file_location("nibble_wheel", ROOT / "optim" / "python" / "wheel.py")
+    wheel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheel)
+    made_from = [path.read_text().replace("\\\n", " ").split() for path in ROOT.glob("build/**/lib/**/*.d")]
+    read = {os.path.normpath(word) for words in made_from for word in words if (ROOT / word).is_file()}
+    if not read:
+        return "skipped: no build of the library here"
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(f"{folder}/{wheel.build_sdist(folder)}") as archive:
+            there = set(archive.getnames())
+            about = archive.extractfile(f"{wheel.NAME}/PKG-INFO").read().decode()
+        lacking = sorted(name for name in read | {"Makefile", "LICENSE"} if f"{wheel.NAME}/source/{name}" not in there)
+        assert not lacking and {f"{wheel.NAME}/{name}" for name in ("pyproject.toml", "wheel.py", "README.md")} < there, lacking
+        for line in ("Requires-Dist: torch>=2.4", "Author: ", "License: MIT; libgomp", "Classifier: Typing :: Typed"):
+            assert f"\n{line}" in about, line
+        library = pathlib.Path(folder, "lib", "libnibble_optim.so")
+        for found, build in (("g++ ", "0cpu"), ("nvcc      12.4  /usr/bin/nvcc\n", "1cu124")):
+            pathlib.Path(folder, "found").write_text(found)
+            library.parent.mkdir(exist_ok=True)
+            assert wheel.build_of(library) == build, build
+
+
+def test_library_types():
+    """A type checker finds the classes, those of compat too, and the arguments' types."""
+    if importlib.util.find_spec("mypy") is None:
+        return "skipped: no mypy"
+    code = """from nibble_optim import Optimizer
+from nibble_optim.compat import bitsandbytes as bnb
+from nibble_optim.compat.flashoptim import FlashAdamW
+from nibble_optim.compat.torchao import AdamW8bit
+bnb.AdamW8bit([], lr=1e-3), bnb.optim.Lion8bit([]), FlashAdamW([]), AdamW8bit([])
+Optimizer([], lr=1e-3)
+Optimizer([], preset=8)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "user.py").write_text(code)
+        run = subprocess.run([sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent", "--cache-dir",
+                              folder, "user.py"], capture_output=True, text=True, cwd=folder,
+                             env={**os.environ, "MYPYPATH": str(ROOT / "optim" / "python")})
+    assert run.stdout.startswith("user.py:7: error: Argument \"preset\"") and "Found 1 error" in run.stdout, run
 
 
 if __name__ == "__main__":

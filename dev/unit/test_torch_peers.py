@@ -137,6 +137,25 @@ def test_torch_compat():
         raises(ValueError, words, make)
 
 
+def test_torch_galore_of_8_bits():
+    """Its steps are GaLoreAdamW's but for the rounding of states, in a group with a rank and in one without."""
+    from nibble_optim.compat import galore_torch
+    ways = []
+    for kind in (galore_torch.GaLoreAdamW, galore_torch.GaLoreAdamW8bit):
+        params = [parameter(96, 128), parameter(64, 70), parameter(33)]
+        before = [p.detach().clone() for p in params]
+        optimizer = kind([{"params": params[:1], "rank": 64, "update_proj_gap": 5, "scale": 0.25, "proj_type": "std"},
+                          {"params": params[1:]}], lr=1e-2, eps=1e-8, weight_decay=0.1)
+        for step in range(8):
+            give(params, step)
+            optimizer.step()
+        ways.append([p.detach() - q for p, q in zip(params, before)])
+        kept = [[optimizer.state[p][key].dtype for key in "mv"] for p in params]
+    assert kept == [[torch.uint8] * 2] * 2 + [[torch.float32] * 2], kept
+    for most, way, way8 in zip((0.05, 0.05, 1e-5), *ways):
+        assert (way8 - way).norm() < most * way.norm(), (way8 - way).norm() / way.norm()
+
+
 def test_torch_compat_more():
     """bitsandbytes' overrides of parameters, torchao's offloading."""
     from nibble_optim.compat import bitsandbytes, torchao

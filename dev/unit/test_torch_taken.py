@@ -192,14 +192,40 @@ def test_torch_states_of_other_optimizers():
     for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"]):
         for name in ("exp_avg", "exp_avg_sq"):
             assert name in optimizer.state[p] and name not in list(optimizer.state[p])
+            raises(TypeError, "is a copy, which no step reads; set step", lambda: optimizer.state[p].__setitem__(name, p))
             assert torch.allclose(optimizer.state[p][name], other.state[q][name], rtol=1e-5, atol=1e-6)
     with unittest.mock.patch("torch.compile", lambda function, **_: function):
         for package in ("torchao.optim", "bitsandbytes.optim"):
             with contextlib.suppress(ImportError):
                 goes_on_from(importlib.import_module(package).AdamW8bit, "adamw8", 0.05)
+    with contextlib.suppress(ImportError):  # whose first state is two averages
+        for kind in ("AdEMAMix", "AdEMAMix8bit"):
+            theirs, mine = ([parameter(64, 128), parameter(33, 131)] for _ in range(2))
+            other = getattr(importlib.import_module("bitsandbytes.optim"), kind)(theirs)
+            give(theirs)
+            other.step()
+            states = nibble_optim.Optimizer(mine, rule="ademamix", m="fp32", v="fp32")
+            states.load_state_dict(other.state_dict())
+            for p, q in zip(mine, theirs):
+                want = 0.1 * q.grad, (1 - 0.9999) * q.grad
+                for name, value in zip(("m", "slow"), want):
+                    off = (states.state[p][name].view(-1)[:p.numel()].view_as(p) - value).norm() / value.norm()
+                    assert off < 0.02, (kind, name, off)
     lion = nibble_optim.Optimizer([parameter(8)], rule="lion")
     raises(ValueError, "neither exp_avg", lambda: lion.load_state_dict(
         {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], "lr": 1.0, "betas": (0.9, 0.9)}]}))
+
+
+def test_torch_every_preset_takes_fp16():
+    """Also those with 8-bit weights, which name weights of bf16 for vectors: these are none of fp16 parameters."""
+    lines = library.library().nibble_optim_list(b"presets").decode().splitlines()[1:]
+    for preset in [line.split()[0] for line in lines if not line.split()[0].startswith("--")]:
+        named = [(name, torch.nn.Parameter(torch.ones(shape, dtype=torch.float16)))
+                 for name, shape in (("ln_1.weight", (64,)), ("c_fc.weight", (64, 64)), ("c_fc.bias", (64,)))]
+        optimizer = nibble_optim.Optimizer(named, preset=preset)
+        give([p for _, p in named])
+        optimizer.step()
+        assert all((p != 1).any() and p.isfinite().all() for _, p in named), preset
 
 
 def test_torch_saved_vectors_are_not_padded():

@@ -44,6 +44,8 @@ class Noted(dict):
 
 def _noting(name):
     def method(self, *args, **kwargs):
+        if name == "__setitem__" and not dict.__contains__(self, args[0]) and args[0] in self:
+            raise TypeError(f"{args[0]} is a copy, which no step reads; set {', '.join(self)}, or load_state_dict")
         if self.changes is not None:
             self.changes.append(name)
         return getattr(dict, name)(self, *args, **kwargs)
@@ -319,10 +321,13 @@ class Part:
                 found = found.dequantize()
             if f"absmax{bitsandbytes}" in state:
                 scales, levels = state[f"absmax{bitsandbytes}"].cpu(), state[f"qmap{bitsandbytes}"].cpu()
-                codes = found.cpu().view(-1)
-                block = next(n for n in (256, 2048, 64, 128, 512, 1024, 4096) if -(-len(codes) // n) == len(scales))
-                found = levels[codes.long()] * scales.repeat_interleave(block)[:len(codes)]
-            self.moment(tensor, own, found)
+                codes = found.cpu().view(*scales.shape[:-1], -1)
+                count = codes.shape[-1]
+                block = next(n for n in (256, 2048, 64, 128, 512, 1024, 4096) if -(-count // n) == scales.shape[-1])
+                found = levels[codes.long()] * scales.repeat_interleave(block, -1)[..., :count]
+            stacked = own == "m" and self.keeps(tensor, "slow")  # AdEMAMix's two averages of gradients
+            for name, value in zip(("m", "slow"), found) if stacked else ((own, found),):
+                self.moment(tensor, name, value)
 
     def handles(self):
         """Returns the library's optimizers: of parameters without owners, and of those that this rank owns."""
