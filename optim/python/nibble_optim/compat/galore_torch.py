@@ -1,4 +1,5 @@
-"""GaLoreAdamW and GaLoreAdamW8bit of galore_torch, whose min_8bit_size counts the whole tensor here. Groups with a rank have one rank, gap and scale in common. Directions span what those of
+"""GaLoreAdamW and GaLoreAdamW8bit of galore_torch; min_8bit_size counts the whole tensor here. Groups with a rank have
+one rank, gap and scale in common. Directions span what those of
 galore_torch span, without being rotated to singular vectors."""
 from . import absent, drop_in
 
