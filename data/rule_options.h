@@ -58,7 +58,7 @@ C_LINKAGE_BEGIN
         "1 - beta2 is step^F; F has up to six decimals")                                                               \
     ROW(REAL, clip_update, 1, "clip-update", "1.0", 0, 1e38, "F", "rule=adafactor|came|adafactor8bit|came8bit",        \
         "largest RMS of an update; 0: any")                                                                            \
-    ROW(REAL, limit_growth, 0, "limit-growth", "0", 0, 1e38, "F", "", "growth of updates; 0: none (fira, apollos: 1.01)")
+    ROW(REAL, limit_growth, 0, "limit-growth", "0", 0, 1e38, "F", "", "growth of updates; 0: none (fira, apollos 1.01)")
 
 #define RULE_OPTION_REAL double
 #define RULE_OPTION_INT long long
