@@ -34,9 +34,8 @@ struct OptimStored {
 // Loads the weights and states of a new optimizer, or shard, from an unsharded checkpoint. Arrays in the same format
 // are restored to the bit, for any launches. Other formats are decoded (from the master, if the weights have one) and
 // encoded to nearest, a tensor at a time, and `notices` says so. Moments that the checkpoint's rule did not keep
-// become zero; but a rule that needs a v is refused if the checkpoint has none. Call optim_decode, or
-// arena_loaded, afterwards. Returns
-// false with a sentence if v or an array is missing; the optimizer must then not be used.
+// become zero; but a rule that needs a v is refused if the checkpoint has none. Call optim_decode, or arena_loaded,
+// afterwards. Returns false with a sentence if v or an array is missing; the optimizer must then not be used.
 bool optim_load(Optim* optim, OptimStored* stored, char* error);
 
 // The functions below write and read the optimizer in a checkpoint, whose files are unsharded. `shard` says what each

@@ -170,7 +170,7 @@ bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, co
     char reason[DATA_ERROR_BYTES];
     if (!stored_config(stored, formats, reason)) {
         return data_error(
-            error, "state.json: %s; for a new run with field weights type --model and the checkpoint's folder", reason);
+            error, "state.json: %s; for a new run with its weights type --model and the checkpoint's folder", reason);
     }
     *found = stored_extra(stored, dev, extra);
     return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
