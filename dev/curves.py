@@ -138,8 +138,8 @@ def draw_curves(axes, curves, baseline=None, seen=()):
         axes.annotate(
             curve.label, (curve.x[-1], at), (1.03, to), axes.get_xaxis_transform(), "axes fraction", va="center",
             fontsize=7.5, color=looks[id(curve)], annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": looks[id(curve)], "shrinkA": 0, "shrinkB": 0,
-                        "relpos": (0, 0.5)},
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "linestyle": ":", "color": "0.6", "shrinkA": 0, "shrinkB": 0,
+                        "relpos": (0, 0.5)},  # grey dots, since a curve may end before the panel does
         )  # fmt: skip
 
 

@@ -12,10 +12,12 @@
 
 constexpr int SLOT_EXTRA = -1;  // of the caller's array
 
+using ConfigName = const char* OptimConfig::*;
+
 // A checkpoint says these of its formats.
 static const struct {
     const char* key;
-    const char* OptimConfig::*name;
+    ConfigName name;
 } NAMES[] = {{"rule", &OptimConfig::rule},
              {"weights", &OptimConfig::weights},
              {"m", &OptimConfig::m},
