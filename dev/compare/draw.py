@@ -25,8 +25,8 @@ def loss_curve(row):
 
 def difference_curve(row):
     """Returns the differences to the baseline that table.rows found at each validation."""
-    points = {step: its for step, its in row.path.items() if step > 0}
-    x, y = [place(row, step) for step in points], [mean for mean, _, _ in points.values()]
+    points = {tokens: its for tokens, its in row.path.items() if tokens > 0}
+    x, y = list(points), [mean for mean, _, _ in points.values()]
     errors = [error or 0.0 for _, error, _ in points.values()] if len(row.done) > 1 else []
     return Curve(row.name, x, y, row.pairs or len(row.done), errors, signed=True)
 
@@ -59,7 +59,7 @@ def draw_picture(table, sweep):
 
 
 def draw_differences(table, sweep):
-    """Draws differences at equal steps, so not for runs of equal times, whose rates fall over other numbers of steps."""
+    """Draws differences after equal tokens, so not for runs of equal times, whose rates fall over other numbers of these."""
     if table[0].seconds:
         return None
     parts = []
@@ -159,6 +159,8 @@ def draw_rates(table, sweep):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        if sum(low <= tick <= high for low, high in [axes.get_xlim()] for tick in axes.get_xticks()) < 2:
+            axes.set_xticks(sorted({x for line in axes.lines for x in line.get_xdata()}))
     return figure
 
 

@@ -27,6 +27,12 @@ from sweep import NEUTRAL
 FEW = 10  # from so many pairs on a configuration's own scatter is its error
 ENOUGH = 10  # degrees of freedom: the pooled sd is then within a factor of 1.8, nineteen times in twenty
 
+
+def validations(record):
+    """Returns [(tokens, validation loss), ...] of a run."""
+    return [(step * record["tokens_per_step"], loss) for step, loss in record["val"]]
+
+
 @dataclass
 class Row:
     """Holds one configuration. `records`: {seed: record} of the runs that have ended, in whatever way."""
@@ -42,7 +48,7 @@ class Row:
     error: float | None = None
     pairs: int = 0
     unasked: list = field(default_factory=list)
-    path: dict = field(default_factory=dict)  # {step: (difference, error, pairs)} of the validations
+    path: dict = field(default_factory=dict)  # {tokens: (difference, error, pairs)} of the validations
     level: float | None = None  # final loss - the study's baseline's, paired by seed: what rows are ranked by
     level_error: float | None = None
 
@@ -64,11 +70,11 @@ class Row:
             if record["status"] == "diverged" and sum(loss is not None for _, loss in record["val"]) > 1
         }
 
-    def losses(self, step=None):
-        """Returns {seed: validation loss} at a step, or at the end."""
-        if step is None:
+    def losses(self, tokens=None):
+        """Returns {seed: validation loss} after so many tokens, or at the end."""
+        if tokens is None:
             return {seed: record["final_loss"] for seed, record in self.done.items()}
-        found = {seed: dict(map(tuple, record["val"])).get(step) for seed, record in self.done.items()}
+        found = {seed: dict(validations(record)).get(tokens) for seed, record in self.done.items()}
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
     def mean(self, key):
@@ -144,14 +150,14 @@ def pair_scatter(rows_of_pairs):
     return (math.sqrt(squares / degrees) if degrees else None), degrees
 
 
-def scatters(table, step=None):
-    """Returns {baseline: pair_scatter of the rows paired with it} if it has ENOUGH; under None that of all rows. `step`:
-    by the losses there, not at the end."""
+def scatters(table, tokens=None):
+    """Returns {baseline: pair_scatter of the rows paired with it} if it has ENOUGH; under None that of all rows. `tokens`:
+    by the losses after so many, not at the end."""
     by_name = {row.name: row for row in table}
     pairs = {None: []}
     for row in table:
         if row.baseline != row.name:
-            its = paired(row.losses(step), by_name[row.baseline].losses(step))
+            its = paired(row.losses(tokens), by_name[row.baseline].losses(tokens))
             pairs[None].append(its)
             pairs.setdefault(row.baseline, []).append(its)
     found = {name: pair_scatter(its) for name, its in pairs.items()}
@@ -202,10 +208,10 @@ def unasked(row, other):
     return list(found.values())
 
 
-def compared(row, its, base, scatter, step=None):
-    """Returns the difference of a row to its baseline at a step, or at the end. `base`: the study's baseline."""
+def compared(row, its, base, scatter, tokens=None):
+    """Returns the difference of a row to its baseline after so many tokens, or at the end. `base`: the study's."""
     pooled = scatter.get(row.baseline, scatter[None])[0]
-    return difference(row.losses(step), its.losses(step), base.losses(step).values(), pooled)
+    return difference(row.losses(tokens), its.losses(tokens), base.losses(tokens).values(), pooled)
 
 
 def rows(sweep, records):
@@ -232,12 +238,11 @@ def rows(sweep, records):
         pooled = scatter.get(row.baseline, scatter[None])[0] if row.baseline == sweep.baseline else scatter[None][0]
         level = difference(row.losses(), base.losses(), (), pooled) if base.done else (row.loss, None, 0)
         row.level, row.level_error = level[0], None if row is base else level[1]
-    steps = sorted({step for row in result for record in row.done.values() for step, _ in record["val"]})
-    for step in steps:
-        scatter = scatters(result, step)
+    for tokens in sorted({at for row in result for record in row.done.values() for at, _ in validations(record)}):
+        scatter = scatters(result, tokens)
         for row in result:
-            if row.baseline != row.name and row.losses(step) and by_name[row.baseline].losses(step):
-                row.path[step] = compared(row, by_name[row.baseline], base, scatter, step)
+            if row.baseline != row.name and row.losses(tokens) and by_name[row.baseline].losses(tokens):
+                row.path[tokens] = compared(row, by_name[row.baseline], base, scatter, tokens)
     return result, stale
 
 
