@@ -159,7 +159,8 @@ def draw_rates(table, sweep):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        if sum(low <= tick <= high for low, high in [axes.get_xlim()] for tick in axes.get_xticks()) < 2:
+        low, high = axes.get_xlim()
+        if sum(low <= tick <= high for tick in axes.get_xticks()) < 2:  # the range lies within a power of ten
             axes.set_xticks(sorted({x for line in axes.lines for x in line.get_xdata()}))
     return figure
 

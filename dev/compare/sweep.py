@@ -138,10 +138,12 @@ class Reader:
         names = list(own) + [name for name in self.known if name not in RESERVED]
         raise Problem(f"{place}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
 
-    def bases(self, data):
-        """Returns [base], behind those of the sweep that this one is like, which may be like another."""
+    def bases(self, data, *above):
+        """Returns [base], behind those of the sweep that this one is like, which may be like another but those `above`."""
         like = data.get("like")
-        others = self.bases(tomllib.loads((self.path.parent / like).read_text("utf-8-sig"))) if like else {}
+        if like in above:
+            raise Problem(f"{self.path}: like = {like!r} leads back to itself; name another sweep file")
+        others = self.bases(tomllib.loads((self.path.parent / like).read_text("utf-8-sig")), like, *above) if like else {}
         return others | data.get("base", {})
 
     def shared(self):

@@ -94,6 +94,7 @@ def test_mistakes_of_the_command_line(case):
         (SWEEP, ("--budget", "-5"), "--budget -5: give seconds"),
         (SWEEP, ("--silence", "nan"), "--silence nan: give seconds"),
         ('like = "none.toml"\n' + SWEEP, (), "none.toml: cannot be read (No such file or directory)"),
+        ('like = "sweep.toml"\n' + SWEEP, (), "leads back to itself; name another sweep file"),
         (case.folder / "none.toml", (), "cannot be read (No such file or directory); name a sweep file"),
     ):
         assert words in case.run(sweep, *more, status=2), (more, words)
