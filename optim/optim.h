@@ -50,8 +50,8 @@ struct OptimConfig : RuleOptions {
     bool keeps_copy = true;     // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
                                 // stored; false: the caller decodes them a part at a time (model/)
     float rank_growth = 1.01f;  // limit_growth of launches of low-rank rules
-    int64_t matrix_chunk = 3 << 25;  // rules that read matrices take about this many elements at a time; no bit
-                                     // depends on it (matrix/matrix.h)
+    int64_t matrix_chunk = 15 << 23;  // rules that read matrices take about this many elements at a time; no bit
+                                      // depends on it (matrix/matrix.h)
     bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
     bool replays = false;            // placed steps may be captured in CUDA graphs
     bool part = false;               // the tensors are part of a model, so a pattern may match none of them
