@@ -77,7 +77,7 @@ static OptimConfig combination(const char* text) {
 
 // True if a format has scales that a pass of its own measures before the step.
 static bool is_measured(const char* format) {
-    return strstr(format, "/tensor") || strstr(format, "/rank1");
+    return (strstr(format, "/tensor") && !strstr(format, "@given")) || strstr(format, "/rank1");
 }
 
 // Returns the bytes that the passes before the step of a rule by rows read (optim/rows/rows.cuh). --limit-growth, whose

@@ -31,7 +31,7 @@ static void list_row(FILE* file, const FormatRow* row) {
     char blocks[32] = "-";
     if (block > 1) snprintf(blocks, sizeof(blocks), "%d", block);
     if (format_span(row) != SPAN_RUN) {
-        snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_TENSOR ? "tensor" : "rank1");
+        snprintf(blocks, sizeof(blocks), "%s", format_span(row) == SPAN_RANK1 ? "rank1" : "tensor");
     }
     fprintf(file, "  %-16s %5d %6s %8.4g   %s\n", row->name, row->stream[0].bits, blocks, format_bytes_each(row),
             row->note);

@@ -43,7 +43,7 @@ static void step_cpu(const StepKernel* kernel, const FormatRow* copy, const Step
                                              (int64_t)tile.element * TILE_ELEMENTS, 0, TILE_ELEMENTS);
         if (PASS == MEASURE || !streams.copy.codes) continue;
         float seen[TILE_ELEMENTS];
-        if (format_span(weights) != SPAN_RUN) streams.weights.scales = streams.weights.new_scales;
+        if (measured(weights)) streams.weights.scales = streams.weights.new_scales;
         weights->view(streams.weights, 0, seen, TILE_ELEMENTS);
         copy->set(streams.copy, 0, seen, TILE_ELEMENTS);
     }

@@ -105,7 +105,10 @@
         Feedback<Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>>)                                                     \
     ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls need it; two passes a step",                           \
         WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                                 \
-    ROW("e5m2/tensor+fp32", "as e4m3/tensor+fp32, in e5m2", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
+    ROW("e5m2/tensor+fp32", "as e4m3/tensor+fp32, in e5m2", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)             \
+    ROW("e4m3/tensor@given+fp32", "one pass: the library's caller gives the scale, 1 at first",                        \
+        WithMaster<Spans<E4m3, SPAN_GIVEN, NEAREST>>)                                                                  \
+    ROW("e5m2/tensor@given+fp32", "the same in e5m2", WithMaster<Spans<E5m2, SPAN_GIVEN, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \

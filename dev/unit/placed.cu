@@ -357,6 +357,7 @@ TEST(placed_graph_gpu) {
                                          {"", "muon", "bf16+16", "de4/32@dq8", "", "wpe: wd=0.3"},
                                          {"", "normuon", "bf16:sr", "bf16:sr", "", "c_proj.weight: lr=0.5 wd=0.3"},
                                          {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
+                                         {"", "adamw", "e4m3/tensor@given+fp32", "fp32", "fp32", ""},
                                          {"came8", "", "", "", "", "", 1.01f}};
     for (const Combination& its : graphs) graph_case(test, &its, false);
     for (const int i : {0, 7, 12}) graph_case(test, &graphs[i], true);
@@ -377,6 +378,7 @@ TEST(placed_kernels_compile) {
         {"optim_replayed_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
         {"optim_replayed_kernel", "sm_90", {"adamw4l", "", "", "", "", ""}},
         {"optim_replayed_kernel", "sm_90", {"muon8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_90", {"", "adamw", "e5m2/tensor@given+fp32", "fp32", "fp32", ""}},
         {"optim_sums_replayed_kernel", "sm_80", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_sums_replayed_kernel", "sm_90", {"came8", "", "", "", "", ""}},
         {"optim_replayed_kernel", "sm_90", {"came8", "", "", "", "", "", 1.01f}},

@@ -1,7 +1,8 @@
-// Tests of beta3 and of the ways to keep weights: splits, compensation and feedback against what
+// Tests of beta3 and of the ways to keep weights: splits, compensation, feedback and given scales against what
 // they promise. laws*.cu have what holds of all of them.
 #include "../../optim/kernel.cuh"
 #include "../../data/schedule.h"
+#include "../../optim/formats/minifloat.cuh"
 #include "steps.h"
 
 // An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.
@@ -192,4 +193,43 @@ TEST(rules_feedback_by_its_formula) {
     for (const char* name : {"lin8", "bf16"}) {
         for (float rate : {0.01f, 1e-4f, 2e-7f}) check_feedback(test, name, rate);
     }
+}
+
+// A step keeps the scale that is given, stores the master times it, rounded to nearest and cut to the format's largest,
+// and finds the exact absmax. The master is the one beside a scale that is measured first.
+template <class Format>
+static void check_given(Test* test, const char* name, bool gpu) {
+    const OptimTensor tensors[] = {{"matrix", 5, 1001, true, 0}, {"vector", 1, 70, false, 0}};
+    const OptimConfig own = states_config("adamw", formatted("%s/tensor@given+fp32", name), "bf16", "fp32", "fp32"),
+                      measured = states_config("adamw", formatted("%s/tensor+fp32", name), "bf16", "fp32", "fp32");
+    OptimRun given, other;
+    run_open(&given, &own, tensors, OPTIM_BF16, gpu), run_open(&other, &measured, tensors, OPTIM_BF16, gpu);
+    float* numbers = (float*)optim_stream_named(given.optim, "weights.scales").data;
+    for (int step = 1; step <= 3; step++) {
+        for (int t = 0; t < 2; t++) {
+            const float scale = (t ? 0.7f : 1.3f) * (step == 1 ? 3.0f : step == 2 ? 1000.0f : 1e7f);  // which saturates
+            copy_to_device(&given.dev, numbers + TENSOR_NUMBERS * t + 2, &scale, sizeof(scale));
+        }
+        const float* before = (float*)run_array(&given, "weights.scales");
+        run_steps(&given, step, step), run_steps(&other, step, step);
+        const float *master = (float*)run_array(&given, "master"), *now = (float*)run_array(&given, "weights.scales"),
+                    *want = (float*)run_array(&other, "weights.scales");
+        const uint8_t* codes = (uint8_t*)run_array(&given, "weights");
+        expect(memcmp(master, run_array(&other, "master"), given.elements * sizeof(float)) == 0, "%s: masters", name);
+        for (int t = 0; t < 2; t++, before += TENSOR_NUMBERS, now += TENSOR_NUMBERS, want += TENSOR_NUMBERS) {
+            expect(now[0] == want[0] && now[1] == 1.0f / before[2] && now[2] == before[2], "%s, step %d: %g, %g, %g",
+                   name, step, (double)now[0], (double)now[1], (double)now[2]);
+            int other_codes = 0;
+            for (int64_t i = 0; i < tensors[t].rows * tensors[t].cols; i++) {
+                const int64_t at = given.tensor[t].offset + i;
+                other_codes += codes[at] != Format::nearest(nullptr, master[at], now[2], 0);
+            }
+            expect(other_codes == 0, "%s, step %d: %d codes of %s", name, step, other_codes, tensors[t].name);
+        }
+    }
+}
+
+TEST_BOTH(rules_given_scale) {
+    check_given<E4m3>(test, "e4m3", gpu);
+    check_given<E5m2>(test, "e5m2", gpu);
 }

@@ -2,12 +2,14 @@
 installed: every class, its signature, its defaults and twenty steps on the CPU; then what else is as there."""
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
+import itertools
 import unittest.mock
 import warnings
 
-from test_torch import give, nibble_optim, parameter, raises, torch
+from test_torch import DEVICES, give, nibble_optim, parameter, raises, torch
 
 PACKAGES = {"bitsandbytes.optim": "bitsandbytes", "torchao.optim": "torchao", "flashoptim": "flashoptim",
             "torch.optim": "torch_optim", "came_pytorch": "came_pytorch", "galore_torch": "galore_torch",
@@ -347,13 +349,6 @@ def test_torch_copies():
         [handle.remove() for handle in handles]
         adam_steps(optimizer, params, 1)
         assert torch.equal(low[0], before) and not torch.equal(params[0].to(low[0].dtype), before)
-    p = halves()[0]
-    optimizer = nibble_optim.Optimizer([p], weights="e4m3/tensor+fp32")
-    adam_steps(optimizer, [p], 1)
-    state, codes = optimizer.state[p], optimizer.state[p]["weights"][:p.numel()].view(torch.float8_e4m3fn).view(p.shape)
-    amax, inverse, scale = state["weights.scales"]
-    assert amax == state["master"].abs().max() and abs(inverse * scale - 1) < 1e-6
-    assert torch.equal(p, (codes.float() * inverse).bfloat16())
     # The copy is of the parameter, where its master is none of this optimizer's: states of torch's, and another's writing.
     p = halves()[0]
     adam = torch.optim.AdamW([p])
@@ -367,3 +362,45 @@ def test_torch_copies():
         assert torch.equal(copy16, p)
     write_copies(nibble_optim.Optimizer([empty]), {empty: {"data": empty.to(torch.float8_e4m3fn),
                                                            **{name: torch.ones((), device=p.device) for name in ("amax", "scale_inv")}}})
+
+
+def test_torch_copies_of_the_step():
+    """The copies that a step of FusedAdam writes beside fp32 masters, with current scales or given ones, have the
+    bits of the plain sequence of torch and of write_copies. A scale that is given stays when other code writes the
+    parameter or loads states."""
+    from nibble_optim.compat.transformer_engine import FusedAdam
+    from nibble_optim.copies import write_copies
+    fp8 = ("e4m3/tensor", torch.float8_e4m3fn), ("e5m2/tensor", torch.float8_e5m2)
+    cases = [(None, torch.float16), (None, torch.bfloat16)] + [(name + end, kind) for name, kind in fp8 for end in ("+fp32", "@given+fp32")]
+    for device, (weights, dtype) in itertools.product(DEVICES, cases):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in halves(None if weights else dtype)]
+        made = functools.partial(FusedAdam, [dict(params=params, weights=weights)], 0.01, master_weights=True)
+        optimizer = made()
+        optimizer.initialize_state(params[0])
+        for step, scale in enumerate((2.0, 3.0, 1e6, 1e6, 1e6), 1):  # the last ones saturate
+            if step == 4:
+                params[0].data = params[0].detach() * 0.5
+            if step == 5:
+                saved, optimizer = optimizer.state_dict(), made()
+                optimizer.load_state_dict(saved)
+            given = weights and "@given" in weights
+            for p in params if given and step < 4 else ():
+                optimizer.state[p]["weights.scales"][2] = scale
+            give(params, step)
+            optimizer.step()
+            for p in params:
+                state = optimizer.state[p]
+                value = state["master"]
+                if not weights:
+                    assert torch.equal(p, value.to(dtype))
+                    continue
+                codes, (amax, inverse, kept) = state["weights"][:p.numel()].view(p.shape), state["weights.scales"].clone()
+                most, copy8 = torch.finfo(dtype).max, {name: torch.zeros(1, device=device) for name in ("amax", "scale_inv")}
+                copy8.update(data=torch.empty_like(value, dtype=dtype), scale=kept)
+                write_copies(optimizer, {p: copy8}).remove()
+                assert amax == value.abs().max() == copy8["amax"], (weights, step)
+                assert kept == scale and inverse == 1 / kept == copy8["scale_inv"] if given else \
+                    abs(kept * amax / most - 1) < 1e-6 and abs(inverse * kept - 1) < 1e-6, (weights, step)
+                assert torch.equal(codes, (value * kept).clamp(-most, most).to(dtype).view(torch.uint8))
+                assert torch.equal(codes, copy8["data"].view(torch.uint8))
+                assert torch.equal(p, (codes.view(dtype).float() * inverse).bfloat16())

@@ -198,6 +198,7 @@ static void side_means(Side* side, const float* values) {
 
 // Stores the values of a tensor.
 static void side_store(Side* side, const float* values) {
+    if (format_span(side->format) == SPAN_GIVEN) side_move(side, &side->host, false);  // for the scale, which stays
     by_numbers(side->format) ? side_means(side, values) : side_encode(side, values);
     side_move(side, &side->host, true);
 }

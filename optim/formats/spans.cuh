@@ -15,6 +15,12 @@
 // rank-1 scales also take a reciprocal for each element. Use spans for weights that are operands of fp8 products, for
 // study, and for states that others have scaled like this; blocks are faster and more precise.
 //
+// With a given scale ("@given") a step takes one pass. The caller of the library writes the inverse, which is what
+// TransformerEngine calls the scale; it is 1 at first. The step stores with it, cuts larger values to the largest
+// level, and finds absmax, from which the caller may choose the next scale. With bf16 gradients, fp32 states and an
+// fp32 master, adamw moves 27 bytes a parameter: gradient 2, master, m and v 8 each, code 1. A scale that is measured
+// first makes these 41, since gradient, master, m and v are read twice. A bf16 copy for the model adds 2 to both.
+//
 // Beside the codes, each tensor keeps the largest |x|, the scale (the factor of a code) and its inverse; or with rank-1
 // the maxima of its rows and then of its columns, or of a vector's blocks.
 #pragma once
@@ -88,15 +94,25 @@ struct Spans
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
     typedef Spans<Format, SPAN, NEAREST, Scale> Nearest;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
-                                             {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
-    static constexpr bool HAS_SPANS = true;
+                                             {SPAN == SPAN_RANK1 ? ".maxima" : ".scales", "F32", 32, 1, false, SPAN}};
+    static constexpr bool HAS_SPANS = SPAN != SPAN_GIVEN;  // a step stores with other scales than it loads with
+
+    // Returns the scale of a tensor with these numbers.
+    static OPTIM_INLINE BlockScale tensor_scale(const float* numbers) {
+        if constexpr (SPAN == SPAN_GIVEN) {
+            const float inverse = numbers[2] > 0.0f ? numbers[2] : 1.0f;
+            return {exact_div(1.0f, inverse), inverse};
+        } else {
+            return span_scale<Format, Scale>(numbers[0]);
+        }
+    }
 
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         const SpanTile tile = *streams.span;
         const float* maxima = (const float*)streams.scales;
-        if constexpr (SPAN == SPAN_TENSOR) {
-            block_get<Format, COUNT>(streams, first, span_scale<Format, Scale>(maxima[tile.at]).scale, x, NoiseKey{});
+        if constexpr (SPAN != SPAN_RANK1) {
+            block_get<Format, COUNT>(streams, first, tensor_scale(maxima + tile.at).scale, x, NoiseKey{});
         } else {
             const auto* table = format_table<Format>(streams);
             auto packed = load_value<Packed<Format::BITS, COUNT>>(streams.codes, first * Format::BITS / 8);
@@ -110,12 +126,15 @@ struct Spans
         }
     }
 
-    // Stores elements that share one scale. The first thread of a tensor writes the scale for readers of the weights.
+    // Stores elements that share one scale: that of the next absmax or, if it is given, the present one, and the next
+    // absmax is raised here. The first thread of a tensor writes the scale for readers of the weights.
     template <int COUNT>
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
-        float value[COUNT], absmax = streams.new_scales[tile.at];
-        BlockScale s = span_scale<Format, Scale>(absmax);
+        constexpr bool GIVEN = SPAN == SPAN_GIVEN;
+        float value[COUNT], absmax = GIVEN ? 0.0f : streams.new_scales[tile.at];
+        BlockScale s = tensor_scale((GIVEN ? (const float*)streams.scales : streams.new_scales) + tile.at);
+        if (GIVEN) measure(streams, first, x, COUNT);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
         block_clamp<Format, ROUNDING>(absmax, value, COUNT);
@@ -155,7 +174,7 @@ struct Spans
 
     template <int COUNT>
     static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-        if constexpr (SPAN == SPAN_TENSOR) {
+        if constexpr (SPAN != SPAN_RANK1) {
             put_tensor<COUNT>(streams, first, x, key);
         } else {
             put_rank1<COUNT>(streams, first, x, key);
@@ -166,7 +185,7 @@ struct Spans
     static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
         const SpanTile tile = *streams.span;
         float absmax = 0.0f;
-        if constexpr (SPAN == SPAN_TENSOR) {
+        if constexpr (SPAN != SPAN_RANK1) {
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) absmax = exact_max(exact_abs(block_value<Format>(x[i])), absmax);
 #ifdef __CUDA_ARCH__

@@ -18,7 +18,7 @@ bool update_reads_whole(const OptimConfig* config) {
 bool config_reads_whole(const OptimConfig* config) {
     if (update_reads_whole(config)) return true;
     const Rows rows = config_rows(config);
-    return measured(rows.weights) || measured(rows.m) || measured(rows.v);
+    return format_span(rows.weights) == SPAN_GIVEN || measured(rows.weights) || measured(rows.m) || measured(rows.v);
 }
 
 static void passes_add(RowPlan* plan, const OptimConfig* config) {

@@ -31,7 +31,7 @@ bool format_is_operand(const FormatRow* weights) {
 
 int64_t span_numbers(Span span, const OptimTensor* tensor) {
     SpanShape shape = span_shape(tensor);
-    if (span == SPAN_TENSOR) return TENSOR_NUMBERS;
+    if (span == SPAN_TENSOR || span == SPAN_GIVEN) return TENSOR_NUMBERS;
     if (span == SPAN_ROWS || span == SPAN_SCALES) return tensor->rows;
     if (span == SPAN_FACTORS) return tensor->rows + tensor->cols;
     if (span == SPAN_PAIRS) return 2 * (tensor->rows + tensor->cols);
