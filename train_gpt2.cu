@@ -443,7 +443,7 @@ static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBat
                     pass->targets, pass->count, &room, m->shape.C, m->shape.V, m->shape.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
+// Memory.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->shape.L, m->shape.C, m->shape.NH, m->shape.V, m->shape.Vp, m->T};
@@ -461,42 +461,21 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return bytes;
 }
 
-// Bytes of the residual stream at one place.
-static int64_t residual_bytes(const Model* m) {
-    return (int64_t)m->B * m->T * m->shape.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
-}
-
-static int64_t wte_sum_bytes(const Model* m) {
-    return m->arena.grads_bf16 ? (int64_t)m->shape.Vp * m->shape.C * (int64_t)sizeof(float) : 0;
-}
-
-static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    MemoryPlan plan = arena_bytes(&m->arena, config);
-    if (m->spills) plan.host += spill_bytes(m->shape.L, residual_bytes(m));
-    plan.grads += wte_sum_bytes(m);
-    plan.activations = activations_bytes(m, true);
-    plan.other += input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                  (m->dev->gpu ? WORKSPACE_BYTES : 0);
-    plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
-    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
-    if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
-    return plan;
-}
-
-// Allocates the model's memory; without a `config` for forward passes alone.
+// Allocates the model's memory; without a `config` for forward passes alone. Counts it in m->arena.memory.
 static void model_allocate(Model* m, const OptimConfig* config) {
-    const int64_t N = (int64_t)m->B * m->T;
+    const Device* dev = m->dev;
+    const int64_t N = (int64_t)m->B * m->T, C = m->shape.C, number = sizeof(float);
+    MemoryPlan* memory = &m->arena.memory;
     arena_open(&m->arena, config);
-    if (config) {
-        m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
-                                          : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
-    }
-    m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
-    m->input = batch_at((int*)device_alloc(m->dev, input_bytes(N)), N);
-    m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
-    m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
-    device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
-    if (config && m->spills) spill_open(&m->spill, m->dev, m->shape.L, residual_bytes(m));
+    if (config) m->dwte_sum = (float*)arena_at(&m->arena, m->arena.grads, WTE, number);
+    if (m->arena.grads_bf16) m->dwte_sum = (float*)device_alloc(dev, m->shape.Vp * C * number, &memory->grads);
+    m->activations = device_alloc(dev, activations_bytes(m, config != nullptr), &memory->activations);
+    m->input = batch_at((int*)device_alloc(dev, input_bytes(N), &memory->other), N);
+    m->losses = (float*)device_alloc(dev, N * number, &memory->other);
+    m->scalars = (float*)device_alloc(dev, SCALARS * number, &memory->other);
+    device_zero(dev, m->scalars, SCALARS * number);
+    const int64_t residual = N * C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
+    if (config && m->spills) spill_open(&m->spill, dev, m->shape.L, residual, &memory->host);
 }
 
 static void model_free(Model* m) {
@@ -617,7 +596,7 @@ static bool sample(const Model* m, RunFolder* folder, FILE* to) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t dequant_bytes = m->arena.dequant_bytes,
-                  room = run ? activations_bytes(m, true) - dequant_bytes : memory_available(m->dev) / 2;
+                  room = run ? m->arena.memory.activations - dequant_bytes : memory_available(m->dev) / 2;
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
     arena_dequant_buffer(&m->arena, m->activations);
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
@@ -848,16 +827,30 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     return rows < N ? rows : N;
 }
 
-// Plans the model for micro-batches of `batch` sequences (0: its own); with `block`, for --recompute block alone. `o`
-// has the options as they were asked for.
-static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const Options* o, int64_t batch, bool block) {
+// Plans the memory of a model, before it is allocated: model_allocate counts it on an imagined device. `batch`:
+// sequences of a micro-batch, for which `o` has the options as they were asked for; 0: its own. `block`: for
+// --recompute block alone.
+static MemoryPlan memory_plan(const Model* model, const OptimConfig* config, const Options* o = nullptr,
+                              int64_t batch = 0, bool block = false) {
     Model m = *model;
+    Device dev = *model->dev;
+    dev.imagined = true, m.dev = m.arena.dev = &dev;
+    m.arena.fp8 = m.uses_fp8 ? &m.fp8 : nullptr;
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
     if (block) m.recomputes_gelu = false, m.recomputed = m.shape.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
-    return memory_plan(&m, config);
+    model_allocate(&m, config);
+    arena_close(&m.arena);
+    MemoryPlan plan = m.arena.memory;
+    if (dev.gpu) {
+        plan.other += WORKSPACE_BYTES;
+        plan.taken = dev.context + (m.arena.shard ? m.arena.shard->comm.bytes : 0) + MODULE_BYTES;
+    }
+    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
+    if (!dev.gpu) plan.total += plan.host;  // it is all one memory
+    return plan;
 }
 
 // Returns the largest batch up to `max` whose plan fits into `available` bytes; 0: none.
@@ -866,7 +859,7 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
     int64_t fits = 0;
     while (fits < max) {
         const int64_t batch = (fits + max + 1) / 2;
-        if (plan_of(m, config, o, batch, false).total <= available) fits = batch;
+        if (memory_plan(m, config, o, batch).total <= available) fits = batch;
         if (fits < batch) max = batch - 1;
     }
     return fits;
@@ -984,7 +977,7 @@ static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, free);
     while (fits > 0 && sequences % fits != 0) fits--;
     // `less` is advice only where it is enough.
-    const bool enough = plan_of(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
+    const bool enough = memory_plan(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
     if (fits > 0) {
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
@@ -1013,7 +1006,7 @@ static bool fit_plan(Fit* fit, const Device* card, char* error) {
         return false;
     }
     row->batch = largest_batch(&m, &config, o, 512, card->memory);
-    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->plan = memory_plan(&m, &config, o, row->batch > 0 ? row->batch : 1);
     row->parameters = m.parameters;
     return true;
 }
