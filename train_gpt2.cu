@@ -505,19 +505,33 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-// Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
-// the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
-static void model_init(Model* m, uint64_t seed) {
+// Draws the initial weights of a tensor as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices
+// that write into the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on
+// every device.
+static void tensor_draw(Model* m, int t, uint64_t seed, float* values) {
+    const ModelTensor* tensor = &m->stored[t];
+    const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
+    const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
+    const bool vector = tensor->rows == 1;
+    arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f, vector ? 0.0f : 0.02f / residual,
+               values);
+}
+
+// Reads the weights of a folder into the model or, if that is "", draws them.
+static void model_init(Model* m, uint64_t seed, const char* folder = "") {
+    Safetensors files = {};
+    require(!*folder || model_folder_open(&files, folder, m->stored, m->arena.count, m->error), m->error);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        const ModelTensor* tensor = &m->stored[t];
-        const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
-        const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-        const bool vector = tensor->rows == 1;
-        arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f,
-                   vector ? 0.0f : 0.02f / residual, values);
+        if (!*folder) {
+            tensor_draw(m, t, seed, values);
+            continue;
+        }
+        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
+        arena_set(&m->arena, t, values);
     }
     free(values);
+    safetensors_close(&files);
     arena_loaded(&m->arena, 0.0f);
 }
 
@@ -677,20 +691,6 @@ static OptimStream amax_history_of(const Model* m) {
     return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)m->fp8.slots * FP8_HISTORY, 4, false};
 }
 
-// Reads the weights of a folder into the model.
-static void model_read(Model* m, const char* path) {
-    Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, m->error), m->error);
-    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
-    for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
-        arena_set(&m->arena, t, values);
-    }
-    free(values);
-    safetensors_close(&files);
-    arena_loaded(&m->arena, 0.0f);
-}
-
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run) {
     Model* m = run->model;
@@ -844,9 +844,10 @@ static MemoryPlan memory_plan(const Model* model, const OptimConfig* config, con
     model_allocate(&m, config);
     arena_close(&m.arena);
     MemoryPlan plan = m.arena.memory;
-    if (dev.gpu) {
-        plan.other += WORKSPACE_BYTES;
-        plan.taken = dev.context + (m.arena.shard ? m.arena.shard->comm.bytes : 0) + MODULE_BYTES;
+    plan.available = memory_available(model->dev);
+    if (dev.gpu) {  // what this process holds already is in the plan, and available to it
+        const int64_t held = dev.context + (m.arena.shard ? m.arena.shard->comm.bytes : 0);
+        plan.other += WORKSPACE_BYTES, plan.taken = held + MODULE_BYTES, plan.available += WORKSPACE_BYTES + held;
     }
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
     if (!dev.gpu) plan.total += plan.host;  // it is all one memory
@@ -895,14 +896,6 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     if (m->arena.grads_bf16 && m->arena.type == OPTIM_FP32) {
         user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
     }
-    if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
-}
-
-// Memory available to the plan, including what we already hold.
-static int64_t available_to(const Model* m) {
-    const Device* dev = m->dev;
-    return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
-           (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
 // Decides if each layer is updated inside the backward pass, so that layers take turns at the gradients' memory
@@ -917,7 +910,8 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     }
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
-    const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
+    const MemoryPlan plan = memory_plan(m, config);
+    const bool fits = off || !may || plan.total <= plan.available;
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }
@@ -961,7 +955,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_data(folder, m->shape.V);
     optim_describe(&run->config, text, sizeof(text));
     report_training(folder, text);
-    report_memory(folder, plan, available_to(m));
+    report_memory(folder, plan);
     const char* changed = folder->changed;
     if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
 }
@@ -970,7 +964,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / m->launch->world;
+    const int64_t free = plan->available, sequences = o->tokens_per_step / o->seq / m->launch->world;
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
@@ -1184,7 +1178,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     folder.options = o, folder.tokenizer = tokenizer_open_for(path, m.shape.V, m.error);
     if (!folder.tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
-    model_read(&m, path);
+    model_init(&m, 0, path);
     if (samples) {
         require(prompts_open(&folder.prompts, o->sample, o->prompt_file, folder.tokenizer, m.shape.V, m.error),
                 m.error);
@@ -1226,13 +1220,8 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    if (run->folder.resumed) {
-        checkpoint_read(run);
-    } else if (*run->folder.weights) {
-        model_read(m, run->folder.weights);
-    } else {
-        model_init(m, (uint64_t)run->options->seed);
-    }
+    if (run->folder.resumed) checkpoint_read(run);
+    if (!run->folder.resumed) model_init(m, (uint64_t)run->options->seed, run->folder.weights);
     signals_doing("this step");
     launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     require(m->launch->rank > 0 || run_folder_make(&run->folder, run->dev.name), run->folder.error);

@@ -112,7 +112,7 @@ TEST(memory_plan_of_ranks) {
     TestModel m(&cpu, &setup);
     OptimConfig config = setup_optim(&setup);
     Device gpu = cpu;
-    gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
+    gpu.gpu = gpu.imagined = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
     int64_t total[2];
     Shard shard = {};
     shard.comm.world = 2, shard.gradient_bytes = 4;

@@ -54,10 +54,9 @@ struct OptimSaved {
     int arrays;
 };
 OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const OptimStream* extra);
-// Read the weights of tensors[t] in their type (rows x cols), and `bytes` bytes of array i from byte `at` on. They are
-// callbacks, so `saved` is an OptimSaved.
-void optim_saved_weights(void* saved, int t, void* to);
-void optim_saved_read(void* saved, int i, int64_t at, int64_t bytes, void* to);
+// Read the weights of tensors[t] in their type (rows x cols), and `bytes` bytes of array i from byte `at` on.
+void optim_saved_weights(const OptimSaved* saved, int t, void* to);
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to);
 void optim_saved_close(OptimSaved* saved);
 // Returns true if all ranks that keep whole weights have the same bytes. `weights` is the arena of `elements` that the
 // matmuls read; NULL: the stored weights are compared.

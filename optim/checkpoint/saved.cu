@@ -68,8 +68,7 @@ static const char* part_data(const Optim* optim, int t, Slot slot, int i) {
     return (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin;
 }
 
-void optim_saved_weights(void* context, int t, void* to) {
-    const OptimSaved* saved = (const OptimSaved*)context;
+void optim_saved_weights(const OptimSaved* saved, int t, void* to) {
     const Optim* optim = saved->optim;
     const int64_t elements = optim->tensors[t].rows * optim->tensors[t].cols;
     const bool stored = optim_model_dtype(launch_of(optim->plan, t)->rows.weights->stream[0].dtype);
@@ -99,8 +98,7 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
     return saved;
 }
 
-void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    const OptimSaved* saved = (const OptimSaved*)context;
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to) {
     const OptimStream* stream = &saved->array[i];
     if (stream->slot == SLOT_EXTRA) return copy_to_host(saved->optim->dev, to, (const char*)stream->data + at, bytes);
     for (int t = 0; t < saved->optim->count; t++) {

@@ -168,7 +168,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     const int64_t tiles = a->elements / TILE_ELEMENTS;
     a->squares = (double*)device_alloc(a->dev, tiles * (int64_t)sizeof(double), &memory->other);
     if (a->shard) {
-        a->shard->releases = a->releases;
+        a->shard->releases = a->releases, a->shard->gradient_bytes = a->grads_bf16 ? 2 : 4;
         a->weights = shard_open(a->shard, a->dev, a->grads, a->weights, a->squares, a->elements, memory);
     }
     point_to_sums(a);
