@@ -695,19 +695,18 @@ static OptimStream amax_history_of(const Model* m) {
 static void checkpoint_read(Run* run) {
     Model* m = run->model;
     const char* folder = run->folder.checkpoint;
-    bool found = false;
     CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->error), m->error);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
-    const bool loaded = optim_saved_load(m->arena.optim, &stored, json_get(run->folder.resumed, "formats"), m->dev,
-                                         &history, &found, m->error);
+    const Json* formats = json_get(run->folder.resumed, "formats");
+    const bool loaded = optim_saved_load(m->arena.optim, &stored, formats, &history, m->error);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, m->error);
     const int head = fp8_slot(m->shape.L, QKV);
-    if (found) {
+    if (m->uses_fp8) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
                                      (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
     }

@@ -89,7 +89,7 @@ struct MatmulPlans {
 
 struct Device {
     bool gpu;           // false: the plain C versions run, and "device memory" is host memory
-    bool imagined;      // for plans: memory is counted but not there, and nothing is copied or computed
+    bool imagined;      // for plans: memory is counted and not there, so that copies do nothing
     char name[256];     // "NVIDIA H200", or the CPU's
     int sm_count;       // multiprocessors; 0 on the CPU
     int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
