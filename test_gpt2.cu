@@ -198,7 +198,7 @@ static double golden_double(const Safetensors* file, const char* name, int i) {
     return value;
 }
 
-// A folder whose model.safetensors is a link to the golden file. That holds the weights among the rest, so model_read,
+// A folder whose model.safetensors is a link to the golden file. That holds the weights among the rest, so model_init,
 // which refuses a rest, is gone round.
 static void golden_weights(Model* m) {
     Safetensors files;

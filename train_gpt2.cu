@@ -443,7 +443,7 @@ static void gpt2_score(const Model* m, EvaluationPass* pass, const EvaluationBat
                     pass->targets, pass->count, &room, m->shape.C, m->shape.V, m->shape.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/memory.h) adds up the same figures that model_allocate uses.
+// Memory.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->shape.L, m->shape.C, m->shape.NH, m->shape.V, m->shape.Vp, m->T};
@@ -461,42 +461,21 @@ static int64_t activations_bytes(const Model* m, bool backward) {
     return bytes;
 }
 
-// Bytes of the residual stream at one place.
-static int64_t residual_bytes(const Model* m) {
-    return (int64_t)m->B * m->T * m->shape.C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
-}
-
-static int64_t wte_sum_bytes(const Model* m) {
-    return m->arena.grads_bf16 ? (int64_t)m->shape.Vp * m->shape.C * (int64_t)sizeof(float) : 0;
-}
-
-static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
-    MemoryPlan plan = arena_bytes(&m->arena, config);
-    if (m->spills) plan.host += spill_bytes(m->shape.L, residual_bytes(m));
-    plan.grads += wte_sum_bytes(m);
-    plan.activations = activations_bytes(m, true);
-    plan.other += input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
-                  (m->dev->gpu ? WORKSPACE_BYTES : 0);
-    plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
-    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
-    if (!m->dev->gpu) plan.total += plan.host;  // it is all one memory
-    return plan;
-}
-
-// Allocates the model's memory; without a `config` for forward passes alone.
+// Allocates the model's memory; without a `config` for forward passes alone. Counts it in m->arena.memory.
 static void model_allocate(Model* m, const OptimConfig* config) {
-    const int64_t N = (int64_t)m->B * m->T;
+    const Device* dev = m->dev;
+    const int64_t N = (int64_t)m->B * m->T, C = m->shape.C, number = sizeof(float);
+    MemoryPlan* memory = &m->arena.memory;
     arena_open(&m->arena, config);
-    if (config) {
-        m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
-                                          : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
-    }
-    m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
-    m->input = batch_at((int*)device_alloc(m->dev, input_bytes(N)), N);
-    m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
-    m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
-    device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
-    if (config && m->spills) spill_open(&m->spill, m->dev, m->shape.L, residual_bytes(m));
+    if (config) m->dwte_sum = (float*)arena_at(&m->arena, m->arena.grads, WTE, number);
+    if (m->arena.grads_bf16) m->dwte_sum = (float*)device_alloc(dev, m->shape.Vp * C * number, &memory->grads);
+    m->activations = device_alloc(dev, activations_bytes(m, config != nullptr), &memory->activations);
+    m->input = batch_at((int*)device_alloc(dev, input_bytes(N), &memory->other), N);
+    m->losses = (float*)device_alloc(dev, N * number, &memory->other);
+    m->scalars = (float*)device_alloc(dev, SCALARS * number, &memory->other);
+    device_zero(dev, m->scalars, SCALARS * number);
+    const int64_t residual = N * C * (m->arena.type == OPTIM_FP32 ? 4 : 2);
+    if (config && m->spills) spill_open(&m->spill, dev, m->shape.L, residual, &memory->host);
 }
 
 static void model_free(Model* m) {
@@ -526,19 +505,33 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-// Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
-// the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
-static void model_init(Model* m, uint64_t seed) {
+// Draws the initial weights of a tensor as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices
+// that write into the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on
+// every device.
+static void tensor_draw(Model* m, int t, uint64_t seed, float* values) {
+    const ModelTensor* tensor = &m->stored[t];
+    const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
+    const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
+    const bool vector = tensor->rows == 1;
+    arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f, vector ? 0.0f : 0.02f / residual,
+               values);
+}
+
+// Reads the weights of a folder into the model or, if that is "", draws them.
+static void model_init(Model* m, uint64_t seed, const char* folder = "") {
+    Safetensors files = {};
+    require(!*folder || model_folder_open(&files, folder, m->stored, m->arena.count, m->error), m->error);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        const ModelTensor* tensor = &m->stored[t];
-        const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
-        const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-        const bool vector = tensor->rows == 1;
-        arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f,
-                   vector ? 0.0f : 0.02f / residual, values);
+        if (!*folder) {
+            tensor_draw(m, t, seed, values);
+            continue;
+        }
+        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
+        arena_set(&m->arena, t, values);
     }
     free(values);
+    safetensors_close(&files);
     arena_loaded(&m->arena, 0.0f);
 }
 
@@ -617,7 +610,7 @@ static bool sample(const Model* m, RunFolder* folder, FILE* to) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t dequant_bytes = m->arena.dequant_bytes,
-                  room = run ? activations_bytes(m, true) - dequant_bytes : memory_available(m->dev) / 2;
+                  room = run ? m->arena.memory.activations - dequant_bytes : memory_available(m->dev) / 2;
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
     arena_dequant_buffer(&m->arena, m->activations);
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
@@ -698,37 +691,22 @@ static OptimStream amax_history_of(const Model* m) {
     return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)m->fp8.slots * FP8_HISTORY, 4, false};
 }
 
-// Reads the weights of a folder into the model.
-static void model_read(Model* m, const char* path) {
-    Safetensors files;
-    require(model_folder_open(&files, path, m->stored, m->arena.count, m->error), m->error);
-    float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
-    for (int t = 0; t < m->arena.count; t++) {
-        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
-        arena_set(&m->arena, t, values);
-    }
-    free(values);
-    safetensors_close(&files);
-    arena_loaded(&m->arena, 0.0f);
-}
-
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run) {
     Model* m = run->model;
     const char* folder = run->folder.checkpoint;
-    bool found = false;
     CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->error), m->error);
     const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,           reader.optimizer.count, checkpoint_array,
                           checkpoint_array_read, checkpoint_weights,     &reader};
-    const bool loaded = optim_saved_load(m->arena.optim, &stored, json_get(run->folder.resumed, "formats"), m->dev,
-                                         &history, &found, m->error);
+    const Json* formats = json_get(run->folder.resumed, "formats");
+    const bool loaded = optim_saved_load(m->arena.optim, &stored, formats, &history, m->error);
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, m->error);
     const int head = fp8_slot(m->shape.L, QKV);
-    if (found) {
+    if (m->uses_fp8) {
         m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
                                      (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
     }
@@ -848,16 +826,31 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     return rows < N ? rows : N;
 }
 
-// Plans the model for micro-batches of `batch` sequences (0: its own); with `block`, for --recompute block alone. `o`
-// has the options as they were asked for.
-static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const Options* o, int64_t batch, bool block) {
+// Plans the memory of a model, before it is allocated: model_allocate counts it on an imagined device. `batch`:
+// sequences of a micro-batch, for which `o` has the options as they were asked for; 0: its own. `block`: for
+// --recompute block alone.
+static MemoryPlan memory_plan(const Model* model, const OptimConfig* config, const Options* o = nullptr,
+                              int64_t batch = 0, bool block = false) {
     Model m = *model;
+    Device dev = *model->dev;
+    dev.imagined = true, m.dev = m.arena.dev = &dev;
+    m.arena.fp8 = m.uses_fp8 ? &m.fp8 : nullptr;
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
     if (block) m.recomputes_gelu = false, m.recomputed = m.shape.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
-    return memory_plan(&m, config);
+    model_allocate(&m, config);
+    arena_close(&m.arena);
+    MemoryPlan plan = m.arena.memory;
+    plan.available = memory_available(model->dev);
+    if (dev.gpu) {  // what this process holds already is in the plan, and available to it
+        const int64_t held = dev.context + (m.arena.shard ? m.arena.shard->comm.bytes : 0);
+        plan.other += WORKSPACE_BYTES, plan.taken = held + MODULE_BYTES, plan.available += WORKSPACE_BYTES + held;
+    }
+    plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
+    if (!dev.gpu) plan.total += plan.host;  // it is all one memory
+    return plan;
 }
 
 // Returns the largest batch up to `max` whose plan fits into `available` bytes; 0: none.
@@ -866,7 +859,7 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
     int64_t fits = 0;
     while (fits < max) {
         const int64_t batch = (fits + max + 1) / 2;
-        if (plan_of(m, config, o, batch, false).total <= available) fits = batch;
+        if (memory_plan(m, config, o, batch).total <= available) fits = batch;
         if (fits < batch) max = batch - 1;
     }
     return fits;
@@ -902,14 +895,6 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     if (m->arena.grads_bf16 && m->arena.type == OPTIM_FP32) {
         user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
     }
-    if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
-}
-
-// Memory available to the plan, including what we already hold.
-static int64_t available_to(const Model* m) {
-    const Device* dev = m->dev;
-    return memory_available(dev) + (dev->gpu ? WORKSPACE_BYTES + dev->context : 0) +
-           (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
 // Decides if each layer is updated inside the backward pass, so that layers take turns at the gradients' memory
@@ -924,7 +909,8 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     }
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
-    const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
+    const MemoryPlan plan = memory_plan(m, config);
+    const bool fits = off || !may || plan.total <= plan.available;
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }
@@ -968,7 +954,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_data(folder, m->shape.V);
     optim_describe(&run->config, text, sizeof(text));
     report_training(folder, text);
-    report_memory(folder, plan, available_to(m));
+    report_memory(folder, plan);
     const char* changed = folder->changed;
     if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
 }
@@ -977,14 +963,14 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / m->launch->world;
+    const int64_t free = plan->available, sequences = o->tokens_per_step / o->seq / m->launch->world;
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
     const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
     int64_t fits = largest_batch(m, &run->config, asked, o->batch, free);
     while (fits > 0 && sequences % fits != 0) fits--;
     // `less` is advice only where it is enough.
-    const bool enough = plan_of(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
+    const bool enough = memory_plan(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
     if (fits > 0) {
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
@@ -1013,7 +999,7 @@ static bool fit_plan(Fit* fit, const Device* card, char* error) {
         return false;
     }
     row->batch = largest_batch(&m, &config, o, 512, card->memory);
-    row->plan = plan_of(&m, &config, o, row->batch > 0 ? row->batch : 1, false);
+    row->plan = memory_plan(&m, &config, o, row->batch > 0 ? row->batch : 1);
     row->parameters = m.parameters;
     return true;
 }
@@ -1191,7 +1177,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     folder.options = o, folder.tokenizer = tokenizer_open_for(path, m.shape.V, m.error);
     if (!folder.tokenizer) user_error("--model %s: %s", o->model, m.error);
     model_allocate(&m, nullptr);
-    model_read(&m, path);
+    model_init(&m, 0, path);
     if (samples) {
         require(prompts_open(&folder.prompts, o->sample, o->prompt_file, folder.tokenizer, m.shape.V, m.error),
                 m.error);
@@ -1233,13 +1219,8 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    if (run->folder.resumed) {
-        checkpoint_read(run);
-    } else if (*run->folder.weights) {
-        model_read(m, run->folder.weights);
-    } else {
-        model_init(m, (uint64_t)run->options->seed);
-    }
+    if (run->folder.resumed) checkpoint_read(run);
+    if (!run->folder.resumed) model_init(m, (uint64_t)run->options->seed, run->folder.weights);
     signals_doing("this step");
     launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     require(m->launch->rank > 0 || run_folder_make(&run->folder, run->dev.name), run->folder.error);

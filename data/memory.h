@@ -12,8 +12,8 @@ C_LINKAGE_BEGIN
 // A plan of what a run takes: bytes of memory of the device, which is host memory on the CPU.
 typedef struct {
     int64_t weights, states, grads, activations, other;
-    int64_t taken;        // also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
-    int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
+    int64_t taken, host;       // taken: also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
+    int64_t total, available;  // host: of host memory, part of the total only on a CPU; available: for the total
 } MemoryPlan;
 
 void* memory_take(size_t bytes);  // not initialised

@@ -70,7 +70,7 @@ void report_training(RunFolder* run, const char* optimizer) {
             rise > 0 ? text_kept(", momentum from 0.85 in %lld steps", rise) : "");
 }
 
-void report_memory(RunFolder* run, const MemoryPlan* memory, int64_t available) {
+void report_memory(RunFolder* run, const MemoryPlan* memory) {
     const Options* o = run->options;
     const bool several = run->ranks > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
@@ -83,7 +83,7 @@ void report_memory(RunFolder* run, const MemoryPlan* memory, int64_t available) 
     // Bytes of a parameter while it trains, the room for decoded weights and the gradients included.
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)run->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
-            large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
+            large ? "GiB" : "MiB", (double)memory->available / (1 << 30), o->matmul, o->recompute, each);
 }
 
 const char* run_identity(const RunFolder* run) {

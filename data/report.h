@@ -6,10 +6,10 @@
 C_LINKAGE_BEGIN
 
 // Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
-// much of it is trained; the optimizer and the schedule; and the memory, of which `available` bytes are free.
+// much of it is trained; the optimizer and the schedule; and the memory.
 void report_data(RunFolder* run, int V);
 void report_training(RunFolder* run, const char* optimizer);
-void report_memory(RunFolder* run, const MemoryPlan* plan, int64_t available);
+void report_memory(RunFolder* run, const MemoryPlan* plan);
 // Returns a text, which the program keeps, that must be the same on all ranks, or they would wait for one another:
 // whether there is a tokenizer, which changes options; the options but --run, --resume, --data, --val and
 // --join-timeout; and checksums of the checkpoint, the data and what run_folder_open has read. A byte 1 follows each

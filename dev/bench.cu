@@ -189,8 +189,8 @@ struct Operators {
     }
 };
 
-// Plans a model as the trainer would; returns the bytes that it takes.
-static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
+// Plans a model as the trainer would; returns its memory.
+static MemoryPlan bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
     const bool bytes = strcmp(o->data_format, "bytes") == 0;
     resolve_model(o, m, bytes ? 256 : 50257, bytes, "", false);
@@ -200,7 +200,7 @@ static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* 
     resolve_release(o, m, config);
     require(defaults_choose(o, 1, false, true, 1 << 20, m->error), m->error);
     optim_set_options(config, &o->of_rule);
-    return memory_plan(m, config).total;
+    return memory_plan(m, config);
 }
 
 constexpr int STEPS = 5;       // of about a second and more, within a per cent of each other
@@ -245,10 +245,10 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
     Model m = {};
     OptimConfig config;
-    const int64_t bytes = bench_plan(dev, &o, &m, &config);
-    const double planned = (double)bytes / (1 << 30);
+    const MemoryPlan plan = bench_plan(dev, &o, &m, &config);
+    const double planned = (double)plan.total / (1 << 30);
     const int64_t batch = o.batch, tokens_per_step = o.tokens_per_step, micro_batches = tokens_per_step / (batch * m.T);
-    if (bytes > available_to(&m)) {
+    if (plan.total > plan.available) {
         printf("\n%s, batch %lld: needs %.1f GiB, more than this card has free\n", o.model, (long long)batch, planned);
         return;
     }

@@ -89,7 +89,7 @@ struct MatmulPlans {
 
 struct Device {
     bool gpu;           // false: the plain C versions run, and "device memory" is host memory
-    bool imagined;      // only a plan is made, for a GPU that need not be here
+    bool imagined;      // for plans: memory is counted and not there, so that copies do nothing
     char name[256];     // "NVIDIA H200", or the CPU's
     int sm_count;       // multiprocessors; 0 on the CPU
     int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
@@ -173,11 +173,13 @@ T* layout_take(Layout* layout, int64_t n) {
     return array;
 }
 
-// Returns device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
-inline void* device_alloc(const Device* dev, int64_t bytes) {
+// Returns device memory, 256-byte aligned, not initialised; NULL on an imagined device. The caller frees it with
+// device_free. Its bytes are added to *counted, so that the same calls make a plan and carry it out.
+inline void* device_alloc(const Device* dev, int64_t bytes, int64_t* counted = nullptr) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
-    if (bytes == 0) return nullptr;
+    if (counted) *counted += bytes;
+    if (bytes == 0 || dev->imagined) return nullptr;
     if (dev->gpu) {
         check(cudaMalloc(&pointer, (size_t)bytes));
     } else {
@@ -187,7 +189,7 @@ inline void* device_alloc(const Device* dev, int64_t bytes) {
 }
 
 inline void device_free(const Device* dev, void* pointer) {
-    if (dev->gpu) {
+    if (dev->gpu && pointer) {
         check(cudaFree(pointer));
     } else {
         free(pointer);
@@ -207,7 +209,7 @@ inline void pinned_free(void* pointer) {
 
 // Sets each byte to `value`.
 inline void device_fill(const Device* dev, void* pointer, int value, int64_t bytes) {
-    if (bytes == 0) return;
+    if (bytes == 0 || dev->imagined) return;
     if (dev->gpu) {
         check(cudaMemsetAsync(pointer, value, (size_t)bytes, dev->stream));
     } else {
@@ -220,7 +222,7 @@ inline void device_zero(const Device* dev, void* pointer, int64_t bytes) {
 }
 
 inline void device_sync(const Device* dev) {
-    if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
+    if (dev->gpu && !dev->imagined) check(cudaStreamSynchronize(dev->stream));
 }
 
 // Makes a stream wait for what is queued on another one so far. The caller may use `event` again.
@@ -247,7 +249,7 @@ float stream_ms(cudaStream_t stream, const Run& run) {
 // Queues a copy on a stream of the device; on the CPU it copies at once. "Device memory" may be pinned host memory,
 // where an optimizer's states are (optim/model/offload.cu), so the addresses decide the direction.
 inline void copy_on(const Device* dev, cudaStream_t stream, void* to, const void* from, int64_t bytes) {
-    if (bytes <= 0) return;
+    if (bytes <= 0 || dev->imagined) return;
     if (dev->gpu) {
         check(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, stream));
     } else {

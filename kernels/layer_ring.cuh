@@ -14,12 +14,13 @@
 #pragma once
 #include "common.cuh"
 
-// Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised. The
-// caller frees it with host_free.
-inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
+// Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised; NULL
+// on an imagined device. The caller frees it with host_free. Its bytes are added to *counted.
+inline void* host_alloc(const Device* dev, int64_t bytes, const char* what, int64_t* counted) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
-    if (bytes == 0) return nullptr;
+    *counted += bytes;
+    if (bytes == 0 || dev->imagined) return nullptr;
     if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
     if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
     user_error(
@@ -29,7 +30,7 @@ inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
 }
 
 inline void host_free(const Device* dev, void* pointer) {
-    if (dev->gpu) {
+    if (dev->gpu && pointer) {
         check(cudaFreeHost(pointer));
     } else {
         free(pointer);
@@ -57,7 +58,7 @@ inline void ring_forget(LayerRing* r) {
 // `copies`: the ring gets streams for them.
 inline void ring_open(LayerRing* r, const Device* dev, int slots, bool copies) {
     *r = {};
-    r->dev = dev, r->slots = slots, r->streams = copies && dev->gpu;
+    r->dev = dev, r->slots = slots, r->streams = copies && dev->gpu && !dev->imagined;
     ring_forget(r);
     if (!r->streams) return;
     for (cudaStream_t* stream : {&r->in, &r->out}) check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));

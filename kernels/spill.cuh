@@ -24,10 +24,11 @@ inline int64_t spill_bytes(int layers, int64_t bytes) {
     return layers < SPILL_PLACES ? 0 : (layers + 1 - SPILL_PLACES) * bytes;
 }
 
-inline void spill_open(Spill* s, const Device* dev, int layers, int64_t bytes) {
+// Adds the bytes of host memory to *counted.
+inline void spill_open(Spill* s, const Device* dev, int layers, int64_t bytes, int64_t* counted) {
     ring_open(&s->ring, dev, SPILL_PLACES, true);
     s->layers = layers, s->bytes = bytes;
-    s->host = (char*)host_alloc(dev, spill_bytes(layers, bytes), "the residual stream");
+    s->host = (char*)host_alloc(dev, spill_bytes(layers, bytes), "the residual stream", counted);
 }
 
 inline void spill_close(Spill* s) {

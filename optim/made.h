@@ -70,13 +70,12 @@ struct Optim {
     int count;
     Plan* plan;
     void* seen;  // all weights in the compute type, stored or copied, in the arena's layout; NULL: no copy is kept
-    StoredWeights weights[LAUNCHES];  // as many as the plan has
-    StepLaunch launch[LAUNCHES];      // as many as the plan has
-    float* factors;                   // device memory: factor of the update in each tile, or null
-    Tile* tiles;                      // device memory: the tiles of the launches, then a counter for each launch
-    const void** grads;               // (count) where each tensor's gradients begin here, as the tiles have it
-    OptimBytes allocated;             // those of optim_bytes
-    bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made; only `allocated` is summed up
+    StoredWeights weights[LAUNCHES];    // as many as the plan has
+    StepLaunch launch[LAUNCHES];        // as many as the plan has
+    float* factors;                     // device memory: factor of the update in each tile, or null
+    Tile* tiles;                        // device memory: the tiles of the launches, then a counter for each launch
+    const void** grads;                 // (count) where each tensor's gradients begin here, as the tiles have it
+    OptimBytes allocated;               // on an imagined device counted alone, and no kernel is made
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states, in a fixed order
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;

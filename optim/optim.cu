@@ -17,14 +17,12 @@ static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* we
 static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     const Device* dev = optim->dev;
     const bool on_host = total == &optim->allocated.host;
-    *total += aligned_bytes(bytes);
-    if (optim->counts) return nullptr;
     assert(optim->memories < (int)(sizeof(optim->memory) / sizeof(optim->memory[0])));
-    void* memory = on_host ? host_alloc(dev, bytes, "the optimizer's states") : device_alloc(dev, bytes);
+    void* memory = on_host ? host_alloc(dev, bytes, "the optimizer's states", total) : device_alloc(dev, bytes, total);
     optim->memory[optim->memories++] = {memory, on_host};
     if (!on_host) device_zero(dev, memory, bytes);
 #pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < (on_host ? bytes : 0); at += 1 << 20) {
+    for (int64_t at = 0; at < (on_host && memory ? bytes : 0); at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
     }
     return memory;
@@ -32,7 +30,7 @@ static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
 
 void* optim_table(Optim* optim, int64_t bytes, const void* from) {
     void* table = allocate_zero(optim, bytes, &optim->allocated.tables);
-    if (from && !optim->counts) copy_to_device(optim->dev, table, from, bytes);
+    if (from) copy_to_device(optim->dev, table, from, bytes);
     return table;
 }
 
@@ -40,7 +38,7 @@ void* optim_table(Optim* optim, int64_t bytes, const void* from) {
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
     char* host = (char*)memory_take((size_t)format->table_bytes);
-    if (!optim->counts) format->fill(host);
+    if (!optim->dev->imagined) format->fill(host);
     void* table = table_memory(optim, format->table_bytes, host);
     free(host);
     return table;
@@ -50,7 +48,7 @@ static void* table_create(Optim* optim, const FormatRow* format) {
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     const bool own = !config->allocate || bytes == 0 || total == &optim->allocated.host;
-    if (optim->counts || own) return allocate_zero(optim, bytes, total);
+    if (own) return allocate_zero(optim, bytes, total);
     *total += aligned_bytes(bytes);
     void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
     device_zero(optim->dev, memory, bytes);
@@ -115,7 +113,7 @@ static void tiles_create(Optim* optim) {
     }
     const int64_t bytes = count * (int64_t)sizeof(Tile), counters = LAUNCHES * (int64_t)sizeof(uint32_t);
     optim->tiles = table_memory<Tile>(optim, bytes + counters);
-    if (optim->counts) return;
+    if (optim->dev->imagined) return;
     Tile *tiles = (Tile*)memory_take((size_t)bytes + 1), *next = tiles;
     for (int l = 0; l < plan->launches; l++) {
         StepLaunch* launch = &optim->launch[l];
@@ -180,7 +178,7 @@ void kernel_create(Optim* optim, const LaunchPlan* plan, StepKernel* kernel, con
     kernel->arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0], m->stream[0],
                        m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2], slow->stream[0],
                        slow->stream[1], slow->stream[2], copy->stream[0]}};
-    if (!dev->gpu || plan->tiles == 0 || optim->counts) return;
+    if (!dev->gpu || plan->tiles == 0 || optim->dev->imagined) return;
     StepShape shape = step_shape(kernel->arrays, m->table_bytes + v->table_bytes, rows->rule->rows);
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
@@ -277,7 +275,7 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     if (config->made) *config->made = optim;
     optim->dev = dev;
     optim->config = *config;
-    if (strcmp(config->decay_mode, "coupled") != 0 && !(config->lr_max > 0.0f)) {
+    if (strcmp(config->decay_mode, "coupled") != 0 && !(config->lr_max > 0.0f) && !dev->imagined) {
         user_error("--decay-mode %s divides by the largest learning rate; give %s a value above 0", config->decay_mode,
                    config->placed ? "lr_max" : "--lr");
     }
@@ -287,11 +285,9 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
 
 OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                        OptimType compute) {
-    Optim* optim = (Optim*)memory_zero(1, sizeof(Optim));
-    optim->dev = dev;
-    optim->config = *config;
-    optim->counts = true;
-    optim_make(optim, tensors, count, compute);
+    Device imagined = *dev;
+    imagined.imagined = true;
+    Optim* optim = optim_create(&imagined, config, tensors, count, compute);
     const OptimBytes bytes = optim->allocated;
     optim_free(optim);
     return bytes;

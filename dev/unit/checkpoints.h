@@ -24,7 +24,7 @@ TEST(model_file_names) {
         fine = safetensors_write(&writer, half.data(), n * 2);
     }
     expect(fine && safetensors_finish(&writer), "%s", error);
-    model_read(&m, folder);
+    model_init(&m, 0, folder);
     const Floats values = weights_of(&m);
     for (int t = 0; t < m.arena.count; t++) {
         const float* w = &values[m.arena.tensors[t].offset];

@@ -47,8 +47,10 @@ struct NodesShard : Shard {
         comm.net.sent = 0, mode = how, piece = 5, gradient_bytes = weight_bytes = bytes;
         shard_plan(this, model, TENSORS);
         const int64_t tiles = how >= SHARD_GRADS ? packed / TILE_ELEMENTS + own_tiles : TILES;
-        shard_open(this, room.zeros<char>(tiles * TILE_ELEMENTS * bytes),
-                   room.zeros<char>((own_tiles + 1) * TILE_ELEMENTS * bytes), room.zeros<double>(TILES), ELEMENTS);
+        MemoryPlan memory = {};
+        shard_open(this, dev, room.zeros<char>(tiles * TILE_ELEMENTS * bytes),
+                   room.zeros<char>((own_tiles + 1) * TILE_ELEMENTS * bytes), room.zeros<double>(TILES), ELEMENTS,
+                   &memory);
     }
     ~NodesShard() { shard_close(this); }
 };

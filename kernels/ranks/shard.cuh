@@ -210,25 +210,21 @@ inline void shard_plan(Shard* s, const SliceTensor* tensors, int count) {
     s->own_tiles = s->own_runs ? s->own[s->own_runs - 1].at + s->own[s->own_runs - 1].tiles : 0;
 }
 
-// Bytes of the weights that the matmuls read, if they are not the optimizer's own.
-inline int64_t shard_gathered_bytes(const Shard* s, int64_t elements) {
-    if (!shard_splits(s, SHARD_STATES)) return 0;
-    return (s->mode >= SHARD_WEIGHTS ? s->packed : elements) * s->weight_bytes;
-}
-
 // grads: the trainer's arena of `elements`, or packed ones and behind them the sums; weights: those of this rank's
-// slices; squares: a double for each tile of the arena. Returns the weights that the matmuls read.
-inline void* shard_open(Shard* s, void* grads, void* weights, double* squares, int64_t elements) {
-    const Device* dev = s->comm.dev;
-    const int64_t gathered = shard_gathered_bytes(s, elements);
+// slices; squares: a double for each tile of the arena. Returns the weights that the matmuls read, which are gathered
+// unless they are the optimizer's own. Adds to *memory what it allocates.
+inline void* shard_open(Shard* s, const Device* dev, void* grads, void* weights, double* squares, int64_t elements,
+                        MemoryPlan* memory) {
+    const int64_t read = s->mode >= SHARD_WEIGHTS ? s->packed : elements,
+                  gathered = shard_splits(s, SHARD_STATES) ? read * s->weight_bytes : 0;
     s->grads = grads, s->sums = (char*)grads + s->packed * s->gradient_bytes, s->squares = squares;
     s->kept_weights = weights;
-    s->weights = gathered > 0 ? device_alloc(dev, gathered) : weights;
+    s->weights = gathered > 0 ? device_alloc(dev, gathered, &memory->weights) : weights;
     if (gathered > 0) device_zero(dev, s->weights, gathered);
-    s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
+    s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s), &memory->other);
     ring_open(&s->held, dev, 2, false);
     s->waiting = -1;
-    if (!dev->gpu) return s->weights;
+    if (!dev->gpu || dev->imagined) return s->weights;
     const int events = s->layers + 1;
     s->ready = (cudaEvent_t*)memory_zero(2 * (size_t)events, sizeof(cudaEvent_t)), s->summed = s->ready + events;
     for (int i = 0; i < 2 * events; i++) check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));

@@ -54,10 +54,9 @@ struct OptimSaved {
     int arrays;
 };
 OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const OptimStream* extra);
-// Read the weights of tensors[t] in their type (rows x cols), and `bytes` bytes of array i from byte `at` on. They are
-// callbacks, so `saved` is an OptimSaved.
-void optim_saved_weights(void* saved, int t, void* to);
-void optim_saved_read(void* saved, int i, int64_t at, int64_t bytes, void* to);
+// Read the weights of tensors[t] in their type (rows x cols), and `bytes` bytes of array i from byte `at` on.
+void optim_saved_weights(const OptimSaved* saved, int t, void* to);
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to);
 void optim_saved_close(OptimSaved* saved);
 // Returns true if all ranks that keep whole weights have the same bytes. `weights` is the arena of `elements` that the
 // matmuls read; NULL: the stored weights are compared.
@@ -65,10 +64,10 @@ bool optim_saved_equal(const Optim* optim, struct Shard* shard, const void* weig
 // Returns rule, formats and overrides as the text of a JSON object, which the caller frees.
 char* optim_saved_formats(const OptimConfig* config);
 // Calls optim_load for a checkpoint with these formats; `stored` has the callbacks and, in its config, the run's
-// numbers. Also reads `extra`, an array of the caller's, if the checkpoint has it and its `data` is not NULL; *found
-// says if it did. Returns false with a sentence that begins with the name of the file at fault.
-bool optim_saved_load(Optim* optim, OptimStored* stored, const struct Json* formats, const Device* dev,
-                      const OptimStream* extra, bool* found, char* error);
+// numbers. Also reads `extra`, an array of the caller's, if the checkpoint has it and its `data` is not NULL. Returns
+// false with a sentence that begins with the name of the file at fault.
+bool optim_saved_load(Optim* optim, OptimStored* stored, const struct Json* formats, const OptimStream* extra,
+                      char* error);
 
 // The options of a run that resumes with other options than its checkpoint's.
 struct OptimResume {

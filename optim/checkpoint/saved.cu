@@ -68,8 +68,7 @@ static const char* part_data(const Optim* optim, int t, Slot slot, int i) {
     return (const char*)optim_array(optim, t, slot, i) + array_bytes(&own, i).begin;
 }
 
-void optim_saved_weights(void* context, int t, void* to) {
-    const OptimSaved* saved = (const OptimSaved*)context;
+void optim_saved_weights(const OptimSaved* saved, int t, void* to) {
     const Optim* optim = saved->optim;
     const int64_t elements = optim->tensors[t].rows * optim->tensors[t].cols;
     const bool stored = optim_model_dtype(launch_of(optim->plan, t)->rows.weights->stream[0].dtype);
@@ -99,8 +98,7 @@ OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream
     return saved;
 }
 
-void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
-    const OptimSaved* saved = (const OptimSaved*)context;
+void optim_saved_read(const OptimSaved* saved, int i, int64_t at, int64_t bytes, void* to) {
     const OptimStream* stream = &saved->array[i];
     if (stream->slot == SLOT_EXTRA) return copy_to_host(saved->optim->dev, to, (const char*)stream->data + at, bytes);
     for (int t = 0; t < saved->optim->count; t++) {
@@ -154,27 +152,25 @@ static bool stored_config(OptimStored* stored, const Json* formats, char* error)
     return optim_resolve(config, error);
 }
 
-// Reads the caller's array, and no longer counts it among the optimizer's. Returns false if it was not read.
-static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
+// Reads the caller's array, and no longer counts it among the optimizer's.
+static void stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
     const int64_t bytes = extra->elements * extra->element_bytes;
     const void* array = stored->array(stored->context, extra->name, extra->dtype, bytes);
     if (array) stored->arrays--;
-    if (!array || !extra->data) return false;
+    if (!array || !extra->data) return;
     void* values = memory_take((size_t)bytes);
     stored->read(stored->context, array, 0, bytes, values);
     copy_to_device(dev, extra->data, values, bytes);
     free(values);
-    return true;
 }
 
-bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const Device* dev,
-                      const OptimStream* extra, bool* found, char* error) {
+bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const OptimStream* extra, char* error) {
     char reason[DATA_ERROR_BYTES];
     if (!stored_config(stored, formats, reason)) {
         return data_error(
             error, "state.json: %s; for a new run with its weights type --model and the checkpoint's folder", reason);
     }
-    *found = stored_extra(stored, dev, extra);
+    stored_extra(stored, optim->dev, extra);
     return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
 }
 

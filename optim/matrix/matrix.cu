@@ -204,7 +204,7 @@ void matrix_create(Optim* optim, int index) {
     work->low = table_memory<float>(optim, work->plan.low);
     work->direction = table_memory<float>(optim, work->plan.low);
     work->low_tiles = table_memory<Tile>(optim, work->plan.low_tiles);
-    if (work->plan.low_tiles == 0 || optim->counts) return;
+    if (work->plan.low_tiles == 0 || dev->imagined) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
     matrix_low_tiles(optim->plan, index, optim->count, work, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);

@@ -101,10 +101,6 @@ int64_t arena_grads_bytes(const Arena* a) {
     return elements * (a->grads_bf16 ? 2 : 4);
 }
 
-static int64_t squares_bytes(const Arena* a) {
-    return a->elements / TILE_ELEMENTS * (int64_t)sizeof(double);
-}
-
 // Returns the configuration for the optimizer: steps by parts take a layer's matrices at a time, whose buffers are
 // less.
 static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
@@ -115,19 +111,6 @@ static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
     }
     if ((takes_parts(a) || config->offload) && layer < own_config.matrix_chunk) own_config.matrix_chunk = layer;
     return own_config;
-}
-
-MemoryPlan arena_bytes(const Arena* a, const OptimConfig* config) {
-    const OptimConfig own_config = arena_config(a, config);
-    const OptimBytes optim = optim_bytes(a->dev, &own_config, a->tensors, a->count, a->type);
-    int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard, a->elements);
-    if (!config->keeps_copy) weights += decoded_bytes(a, config).room;
-    int64_t states = optim.states + optim.tables;
-    if (config->offload) states += offload_bytes(a, config);
-    int64_t other = squares_bytes(a) + (takes_parts(a) ? part_square_bytes(a) : 0);
-    if (a->shard) other += shard_staging_bytes(a->shard);
-    if (a->fp8) other += fp8_bytes(a->fp8->slots);
-    return {weights, states, arena_grads_bytes(a), 0, other, 0, 0, optim.host};
 }
 
 // Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.
@@ -144,9 +127,9 @@ static void point_to_sums(const Arena* a) {
 
 // Allocates the scales of fp8 products, and tells them where the numbers of stored codes lie (optim_codes). Ranks that
 // gather decoded weights need these scales too.
-static void open_scales(const Arena* a) {
+static void open_scales(Arena* a) {
     const int slots = a->fp8->slots;
-    void* memory = device_alloc(a->dev, fp8_bytes(slots));
+    void* memory = device_alloc(a->dev, fp8_bytes(slots), &a->memory.other);
     device_zero(a->dev, memory, fp8_bytes(slots));
     *a->fp8 = fp8_open(slots, a->fp8->gradients, memory);
     const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
@@ -157,30 +140,42 @@ static void open_scales(const Arena* a) {
     free(numbers);
 }
 
+// Allocates what steps part by part keep beside the gradients.
+static void open_parts(Arena* a) {
+    const int64_t squares = (a->layers + 2) * (int64_t)sizeof(double),
+                  bytes = squares + (PART_TENSORS + 1) * (int64_t)sizeof(float);
+    a->part_square = (double*)device_alloc(a->dev, bytes, &a->memory.other);
+    device_zero(a->dev, a->part_square, bytes);
+    a->factor = (float*)(a->part_square + a->layers + 2), a->last_norm = a->factor + PART_TENSORS;
+}
+
 void arena_open(Arena* a, const OptimConfig* config) {
+    MemoryPlan* memory = &a->memory;
+    *memory = {};
     if (!config) {
-        a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2));
+        a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2), &memory->weights);
         return;
     }
     const OptimConfig own_config = arena_config(a, config);
     a->optim = optim_create(a->dev, &own_config, a->tensors, a->count, a->type);
+    const OptimBytes* optim = &a->optim->allocated;
+    memory->weights = optim->weights + optim->compute, memory->states = optim->states + optim->tables;
+    memory->host = optim->host;
     a->weights = a->optim->seen;
     if (!config->keeps_copy) a->decoded = decoded_open(a);
-    a->grads = device_alloc(a->dev, arena_grads_bytes(a));
+    a->grads = device_alloc(a->dev, arena_grads_bytes(a), &memory->grads);
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
-    a->squares = (double*)device_alloc(a->dev, squares_bytes(a));
+    const int64_t tiles = a->elements / TILE_ELEMENTS;
+    a->squares = (double*)device_alloc(a->dev, tiles * (int64_t)sizeof(double), &memory->other);
     if (a->shard) {
-        a->shard->releases = a->releases;
-        a->weights = shard_open(a->shard, a->grads, a->weights, a->squares, a->elements);
+        a->shard->releases = a->releases, a->shard->gradient_bytes = a->grads_bf16 ? 2 : 4;
+        a->weights = shard_open(a->shard, a->dev, a->grads, a->weights, a->squares, a->elements, memory);
     }
     point_to_sums(a);
     if (config->offload) a->offload = offload_open(a);
     if (a->fp8) open_scales(a);
     a->by_parts = takes_parts(a);
-    if (!a->by_parts) return;
-    a->part_square = (double*)device_alloc(a->dev, part_square_bytes(a));
-    device_zero(a->dev, a->part_square, part_square_bytes(a));
-    a->factor = (float*)(a->part_square + a->layers + 2), a->last_norm = a->factor + PART_TENSORS;
+    if (a->by_parts) open_parts(a);
 }
 
 void arena_close(Arena* a) {
@@ -188,9 +183,10 @@ void arena_close(Arena* a) {
     decoded_close(a->decoded);
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
-    if (a->shard) shard_close(a->shard);
+    if (a->shard && !a->dev->imagined) shard_close(a->shard);
     if (a->fp8) device_free(a->dev, a->fp8->scale_inv);
     device_free(a->dev, a->grads), device_free(a->dev, a->squares), device_free(a->dev, a->part_square);
+    if (a->dev->imagined) return;
     free(a->tensors), free(a->part), free(a->order), free(a->place), free(a->slot);
 }
 

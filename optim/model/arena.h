@@ -48,6 +48,7 @@ struct Arena {
     int64_t dequant_bytes;  // bytes that arena_dequant_buffer needs
     bool scales_apart;      // products could read the codes of some matrices, but each rank has only its own codes
     // arena_open and arena_begin set these.
+    MemoryPlan memory;          // what is allocated; the total is left to the caller
     Optim* optim;               // owns the weights; NULL: the model only runs forward
     void* weights;              // X; NULL: `decoded` has them
     void* grads;                // G; NULL without optim
@@ -77,13 +78,11 @@ bool arena_may_part(const Arena* arena, const OptimConfig* config, char* why);
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        char* why);
 
-// Returns the arena's share of a plan, known before anything is allocated. `other`: the scales of fp8 products, and the
-// buffers of the exchange between ranks and of steps part by part. The total is left to the caller.
-MemoryPlan arena_bytes(const Arena* arena, const OptimConfig* config);
 int64_t arena_grads_bytes(const Arena* arena);
 
 // Allocates weights, states and gradients, all zero. If `config` is null, it allocates only weights and does not set
-// them. arena_close frees everything.
+// them. arena_close frees everything. On an imagined device both make a plan, arena->memory, and leave tensors and
+// ranks to the arena that is planned.
 void arena_open(Arena* arena, const OptimConfig* config);
 void arena_close(Arena* arena);
 

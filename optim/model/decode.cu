@@ -56,11 +56,12 @@ DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
     return bytes;
 }
 
-Decoded* decoded_open(const Arena* a) {
+Decoded* decoded_open(Arena* a) {
     Decoded* d = (Decoded*)memory_zero(1, sizeof(Decoded));
     ring_open(&d->ring, a->dev, 2, false);
     d->place = (int64_t*)memory_zero((size_t)a->count + 1, sizeof(int64_t));
-    d->room = (char*)device_alloc(a->dev, decoded_places(a, a->optim->plan, d->place).room);
+    const int64_t bytes = decoded_places(a, a->optim->plan, d->place).room;
+    d->room = (char*)device_alloc(a->dev, bytes, &a->memory.weights);
     return d;
 }
 

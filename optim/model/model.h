@@ -31,7 +31,7 @@ struct DecodedBytes {
 };
 DecodedBytes decoded_bytes(const Arena* arena, const OptimConfig* config);
 // Allocates the room; the optimizer keeps no copy (OptimConfig.keeps_copy).
-Decoded* decoded_open(const Arena* arena);
+Decoded* decoded_open(Arena* arena);
 void decoded_close(Decoded* decoded);
 // Returns the address of a tensor's weights in the compute type, which are valid after decoded_need of its part. The
 // address never changes, except for operands: theirs is in the buffer, or NULL.
@@ -53,10 +53,10 @@ void decoded_forget(Decoded* decoded);
 //
 // The bits are those of states on the device, since the same kernel steps the same bytes. optim_releases must allow
 // steps by parts, since other steps read all states at once.
-int64_t offload_bytes(const Arena* arena, const OptimConfig* config);
+//
 // Allocates the slots. Parts are stepped in the order of the backward pass if that takes the step (arena->releases),
 // otherwise in the arena's. Once a step has begun, only steps may change the states.
-Offload* offload_open(const Arena* arena);
+Offload* offload_open(Arena* arena);
 void offload_close(Offload* offload);
 // Between these two calls the states of a part are on the device, and optim_step_tensors may step its tensors. With
 // NULL they do nothing, since the states are always on the device.
@@ -79,5 +79,3 @@ void offload_step(const Arena* arena, const float* factor);
 //
 // Cost: a part's gradients are read once for its norm; two small kernels, and a launch of the step for each launch of
 // the optimizer.
-// Returns the bytes of Arena::part_square and of the numbers behind it.
-int64_t part_square_bytes(const Arena* arena);

@@ -74,17 +74,8 @@ static int64_t slot_bytes(const Plan* plan, const PartRuns* run, int parts) {
     return most;
 }
 
-int64_t offload_bytes(const Arena* a, const OptimConfig* config) {
-    Plan* plan = plan_ranges(config, a->tensors, a->count);
-    PartRuns* run = part_runs(a, plan);
-    const int64_t bytes = 2 * slot_bytes(plan, run, a->layers + 2);
-    free(run);
-    plan_free(plan);
-    return bytes;
-}
-
 // Several ranks sum the last layernorm with the embeddings, and step it after them.
-Offload* offload_open(const Arena* a) {
+Offload* offload_open(Arena* a) {
     Offload* o = (Offload*)memory_zero(1, sizeof(Offload));
     const int layers = a->layers, embeddings = part_embeddings(layers), last = part_final(layers);
     o->optim = a->optim, o->plan = a->optim->plan;
@@ -99,7 +90,7 @@ Offload* offload_open(const Arena* a) {
     add(embeddings);
     if (!backward || a->shard) add(last);
     const int64_t bytes = slot_bytes(o->plan, o->run, layers + 2);
-    for (char*& slot : o->slot) slot = (char*)device_alloc(a->dev, bytes);
+    for (char*& slot : o->slot) slot = (char*)device_alloc(a->dev, bytes, &a->memory.states);
     ring_open(&o->ring, a->dev, o->used > 1 ? 2 : 1, true);
     return o;
 }

@@ -21,10 +21,6 @@ PartList part_list(const Arena* a, int part) {
     return list;
 }
 
-int64_t part_square_bytes(const Arena* a) {
-    return aligned_bytes((a->layers + 2) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float));
-}
-
 // Computes the squares of gradients that begin at `grads`, if there are no other ranks that have agreed on their sums'.
 static void arena_squares(const Arena* a, const void* grads, int64_t first, int64_t tiles) {
     const Device* dev = a->dev;

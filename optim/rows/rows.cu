@@ -82,7 +82,7 @@ void rows_create(Optim* optim, int index) {
     const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
     work->tensor = table_memory(optim, bytes, work->plan.tensor);
     work->parts = table_memory<float>(optim, work->plan.parts * (int64_t)sizeof(float));
-    if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
+    if (!dev->gpu || launch->plan->tiles == 0 || dev->imagined) return;
     const OptimConfig* config = &launch->plan->config;
     const int shared_bytes = launch->kernel.measure.shared_bytes;
     auto make = [&](const char* name, Kernel* kernel) {

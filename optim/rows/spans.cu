@@ -71,7 +71,7 @@ void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, St
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     streams->new_scales = table_memory<float>(optim, next_bytes(run, span));
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
-    for (int t = 0; t < optim->count && !optim->counts; t++) {
+    for (int t = 0; t < optim->count && !optim->dev->imagined; t++) {
         const TensorPlan* own = &optim->plan->tensor[t];
         const OptimTensor* tensor = &own->kept[SLOT_WEIGHTS];
         if (!is_in_run(optim->plan, t, run)) continue;
