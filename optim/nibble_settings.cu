@@ -56,12 +56,10 @@ static void setting_parameters(NibbleOptim* optim, const char* value) {
 }
 
 static void setting_of_rule(OptimConfig* config, const Option* option, const char* value) {
-    RuleOptions options = *config;
     char error[DATA_ERROR_BYTES];
-    require(option_set(option, &options, value, error), error);
-    if (option_is_auto(option, &options))
-        user_error("%s: only ./train chooses a value for auto; give one", option->name);
-    optim_set_options(config, &options);
+    require(option_set(option, (RuleOptions*)config, value, error), error);
+    if (!option_is_auto(option, (RuleOptions*)config)) return;
+    user_error("%s: only ./train chooses a value for auto; give one", option->name);
 }
 
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
@@ -123,11 +121,8 @@ void settings_read(NibbleOptim* optim, const char* const* settings) {
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
     require(optim_resolve(config, error), error);
-    // Presets and callers name weights of bf16: fp16 takes a master where these have more bits beside them.
-    const bool of_bf16 = !typed || text_among(config->weights, "bf16|bf16:sr|bf16+fp32|bf16+8|bf16+16", '|');
-    const bool nearest = strcmp(config->weights, "bf16") == 0;
-    if (optim->compute == OPTIM_FP16 && of_bf16)
-        config->weights = strchr(config->weights, '+') ? "fp16+fp32" : nearest ? "fp16" : "fp16:sr";
+    config->of_fp16 = optim->compute == OPTIM_FP16;
+    if (config->of_fp16) config->weights = weights_of_fp16(config->weights, typed);
 }
 
 void require_weights(const NibbleOptim* optim, const Plan* plan) {

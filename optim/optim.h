@@ -55,7 +55,8 @@ struct OptimConfig : RuleOptions {
     bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
     bool replays = false;            // placed steps may be captured in CUDA graphs
     bool part = false;               // the tensors are part of a model, so a pattern may match none of them
-    bool placed = false;  // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
+    bool placed = false;   // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
+    bool of_fp16 = false;  // the tensors are fp16; weights that overrides name for bf16 are theirs (weights_of_fp16)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
     // The memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;

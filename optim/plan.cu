@@ -124,6 +124,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
     char error[DATA_ERROR_BYTES];
     require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
+    for (int i = 0; i < plan->override_count && config->of_fp16; i++)
+        plan->overrides[i].weights = weights_of_fp16(plan->overrides[i].weights, true);
     plan->launch[0] = {*config, config_rows(config), "", 0, {}, 0, {}};
     plan->weights[0] = {plan->launch[0].rows.weights, "", {}};
     plan->weights_count = 1;

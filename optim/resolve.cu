@@ -197,6 +197,11 @@ void optim_set_options(OptimConfig* config, const RuleOptions* options) {
     }
 }
 
+const char* weights_of_fp16(const char* name, bool typed) {
+    if (typed && !text_among(name, "bf16|bf16:sr|bf16:ef|bf16+fp32|bf16+8|bf16+16", '|')) return name;
+    return strchr(name, '+') ? "fp16+fp32" : strcmp(name, "bf16") == 0 ? "fp16" : "fp16:sr";
+}
+
 double optim_usual_rate(const char* rule) {
     const RuleRow* row = find_row(rule_table(), rule);
     return row ? 1.0 / row->slower : 1.0;

@@ -7,18 +7,6 @@
 #include "optim.h"
 #include "rules/hyper.cuh"
 
-struct FormatRow;
-
-// The functions of a storage (formats/storage.cuh), which get its row: functions of a format in blocks read the block
-// and the scale's type there. Only rows of weights have set and view.
-struct StorageCalls {
-    void (*load)(const FormatRow& row, const Streams& streams, int first, float* x, int n, const NoiseKey& key);
-    void (*store)(const FormatRow& row, const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
-    void (*set)(const Streams& streams, int first, const float* x, int n);
-    void (*view)(const Streams& streams, int first, float* x, int n);
-    void (*measure)(const Streams& streams, int first, const float* x, int n);  // nothing for formats without spans
-};
-
 // A storage of weights, gradients or a moment, known at run time. On the CPU, update_elements takes it as a storage;
 // for a GPU the functions of None only let it compile.
 struct FormatRow : StorageFunctions<None> {
@@ -27,7 +15,15 @@ struct FormatRow : StorageFunctions<None> {
     const char* note;
     const char* type;      // the C++ type, for NVRTC
     StreamInfo stream[3];  // codes, scales and third; arrays that do not exist have no bits
-    StorageCalls call;
+    // The functions of the storage (formats/storage.cuh). The first two get the row: functions of a format in blocks
+    // read the block and the scale's type there. Only rows of weights have set and view; measure does nothing without
+    // spans.
+    void (*row_load)(const FormatRow& row, const Streams& streams, int first, float* x, int n, const NoiseKey& key);
+    void (*row_store)(const FormatRow& row, const Streams& streams, int first, const float* x, int n,
+                      const NoiseKey& key);
+    void (*set)(const Streams& streams, int first, const float* x, int n);
+    void (*view)(const Streams& streams, int first, float* x, int n);
+    void (*measure)(const Streams& streams, int first, const float* x, int n);
     int table_bytes;  // of the constants that the format looks up; fill makes them
     void (*fill)(void* table);
     bool has_sign;
@@ -35,19 +31,10 @@ struct FormatRow : StorageFunctions<None> {
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
 
     OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
-        call.load(*this, streams, first, x, n, key);
+        row_load(*this, streams, first, x, n, key);
     }
     OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) const {
-        call.store(*this, streams, first, x, n, key);
-    }
-    OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) const {
-        call.set(streams, first, x, n);
-    }
-    OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) const {
-        call.view(streams, first, x, n);
-    }
-    OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) const {
-        call.measure(streams, first, x, n);
+        row_store(*this, streams, first, x, n, key);
     }
 };
 
@@ -152,6 +139,10 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
 inline bool divides_by_eps(const RuleRow* rule) {
     return rule->keeps_v || (rule->by_rows && rule->rows != ROWS_RMNP);
 }
+
+// Returns the weights of fp16 parameters in place of those that presets and callers name for bf16; they have a master
+// where these have more bits beside them. Others that are `typed` stay.
+const char* weights_of_fp16(const char* name, bool typed);
 
 // Checks the ranges of all options of rules. Returns false with a sentence that names the option.
 bool optim_options_fit(const OptimConfig* config, char* error);

@@ -12,7 +12,7 @@ static FormatRow constants_row(const char* name, const char* note, const char* t
     FormatRow row = {};
     row.name = name, row.note = note, row.type = type;
     for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
-    row.call.measure = T::measure;
+    row.measure = T::measure;
     row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
     row.has_sign = T::SIGNED, row.feeds_back = T::FEEDS_BACK;
     return row;
@@ -21,11 +21,11 @@ static FormatRow constants_row(const char* name, const char* note, const char* t
 template <class T>
 static FormatRow format_row(const char* name, const char* note, const char* type) {
     FormatRow row = constants_row<T>(name, note, type);
-    row.call.load = [](const FormatRow&, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+    row.row_load = [](const FormatRow&, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         T::load(streams, first, x, n, key);
     };
-    row.call.store = [](const FormatRow&, const Streams& streams, int first, const float* x, int n,
-                        const NoiseKey& key) { T::store(streams, first, x, n, key); };
+    row.row_store = [](const FormatRow&, const Streams& streams, int first, const float* x, int n,
+                       const NoiseKey& key) { T::store(streams, first, x, n, key); };
     return row;
 }
 
@@ -33,7 +33,7 @@ static FormatRow format_row(const char* name, const char* note, const char* type
 template <class T>
 static FormatRow weights_row(const char* name, const char* note, const char* type) {
     FormatRow row = format_row<T>(name, note, type);
-    row.call.set = T::set, row.call.view = T::view;
+    row.set = T::set, row.view = T::view;
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
@@ -64,10 +64,11 @@ static void add_block(StateRows* rows, const char* base, int block, const char* 
     type = text_kept("Blocks<%s, %d, Scale%s, %s>", format, block, type, noisy ? "STOCHASTIC" : "NEAREST");
     FormatRow* row = add_row(rows, constants_row<Storage>(name, noisy ? "" : note, type));
     row->stream[1].run = block;
-    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
-                        const NoiseKey& key) { load_blocks<Storage>(self.stream[1].run, streams, first, x, n, key); };
-    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
-                         const NoiseKey& key) { store_blocks<Storage>(self.stream[1].run, streams, first, x, n, key); };
+    row->row_load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        load_blocks<Storage>(self.stream[1].run, streams, first, x, n, key);
+    };
+    row->row_store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
+                        const NoiseKey& key) { store_blocks<Storage>(self.stream[1].run, streams, first, x, n, key); };
 }
 
 template <class Format, class Scale>
@@ -164,7 +165,7 @@ const FormatRow* none_row() {
 static FormatRow span_row(const char* name, Span span, bool kept) {
     FormatRow row = format_row<None>(name, "", "None");
     row.stream[1] = {"", "F32", kept ? 32 : 0, 1, false, span};
-    row.call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    row.row_load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         const RowInput rows = {(const float*)streams.scales, streams.span};
         numbers_finish(numbers_start(self.stream[1].span, rows, first, x, n, false), x, n);
     };

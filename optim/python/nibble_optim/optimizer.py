@@ -187,11 +187,6 @@ class Optimizer(torch.optim.Optimizer):
             settings.setdefault("weights", self._bf16_weights)
         if self._apart is not None:
             settings["releases"] = 1
-        if params[0].dtype is torch.float16 and "overrides" not in settings:
-            own = library.Handle({**settings, "device": "cpu"}, []).setting("overrides") or ""
-            if "weights=" in own:  # of bf16, which presets with 8-bit weights name for vectors
-                kept = (part for part in re.sub(r" ?weights=[^ ;]+", "", own).split(";") if not part.endswith(":"))
-                settings["overrides"] = ";".join(kept) or "none"
         return {**settings, "parameters": PARAMETERS[params[0].dtype]}
 
     def _is_small(self, param):

@@ -11,6 +11,7 @@ States have the original's formats; results differ from it by rounding. State di
 table of its package's classes: name, arguments as the package writes them, and Optimizer's settings."""
 import inspect
 import sys
+import typing
 
 import torch
 
@@ -21,6 +22,11 @@ WITHOUT_EFFECT = ("args is_paged fused foreach compress_state_dict no_deprecatio
                   "use_cuda_kernel block_wise percentile_clipping materialize_master_grads apollo_update_proj_gap "
                   "apollo_scale_type apollo_eps apollo_factorize").split()  # apollo's without apollo_rank
 SHARED = "params lr weight_decay seed eps".split()
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Modules that make classes in a loop import it for type checkers, which do not see these."""
+    raise AttributeError(f"nibble_optim.compat has no {name}")
 
 
 def drop_in(name, signature, settings, **fixed):

@@ -3,15 +3,11 @@ The Paged classes exist for their names; their states stay on the GPU. Adam deca
 State entries have its names too: state1 and state2, of 8 bits as codes with absmax1, qmap1, absmax2 and qmap2."""
 import ctypes
 import sys
-import typing
 
 import torch
 
 from .. import library
-from . import absent, drop_in
-
-if typing.TYPE_CHECKING:  # type checkers do not see classes that a loop makes
-    def __getattr__(name: str) -> typing.Any: ...
+from . import __getattr__, absent, drop_in  # noqa: F401
 
 _BITS = ", optim_bits=32, args=None, min_8bit_size=4096"
 _ADAM = "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay={}, amsgrad=False" + _BITS

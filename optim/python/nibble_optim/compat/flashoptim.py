@@ -1,16 +1,12 @@
 """Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them, and what
 it has for a model: casts, fp32 weights, gradient release."""
 import fnmatch
-import typing
 
 import torch
 
 from ..part import MOMENTS, _local
 from ..part import with_low as reconstruct_fp32_param  # noqa: F401
-from . import drop_in
-
-if typing.TYPE_CHECKING:  # type checkers do not see classes that a loop makes
-    def __getattr__(name: str) -> typing.Any: ...
+from . import __getattr__, drop_in  # noqa: F401
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
 _SHARED = ", quantize=True, compress_state_dict=True, master_weight_bits=24, check_numerics=False, fused=True"

@@ -1,13 +1,8 @@
 """Optimizers of torchao.optim: Adam and AdamW with states of 8 bits, 4 bits and fp8. As there, tensors of less than
 4096 elements or of cut blocks have no codes; their states are fp32. CPUOffloadOptimizer steps on the CPU."""
-import typing
-
 import torch
 
-from . import drop_in
-
-if typing.TYPE_CHECKING:  # type checkers do not see classes that a loop makes
-    def __getattr__(name: str) -> typing.Any: ...
+from . import __getattr__, drop_in  # noqa: F401
 
 
 def _settings(m, v):
