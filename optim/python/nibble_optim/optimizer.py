@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self):
         self._parts, self._part_of, self._names, self._rules, self._end = [], {}, {}, {}, 0
-        self._flat, self._apart, self._dicts, self._unwrapped = None, None, [], False
+        self._flat, self._apart, self._hooks, self._dicts, self._unwrapped = None, None, [], [], False
         self._written = set()  # parameters that other code wrote, whose part is gone and the next one not yet there
 
     @staticmethod
@@ -538,7 +538,7 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_transposed": self._transposed, "_given": self._given, **self._given,
-                "_named": self._named, "_in_backward": self._apart is not None}
+                "_named": self._named, "_in_backward": bool(self._hooks)}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -583,7 +583,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in self._flat[len(self._apart):]:
             self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(hook)
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):
         """Returns a line for each part: rule, formats and bytes a parameter."""

@@ -3,6 +3,7 @@ it has for a model: casts, fp32 weights, gradient release."""
 import fnmatch
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..part import MOMENTS, _local
 from ..part import with_low as reconstruct_fp32_param  # noqa: F401
@@ -83,8 +84,7 @@ def set_fp32_model_state_dict(self, model, fp32_state_dict):
     """Sets the model's parameters to those of an fp32 state_dict, and the bits beside them to what rounding cut off."""
     self._make_all()
     for name, p in _whole(model).named_parameters():
-        value = fp32_state_dict.get(name)
-        if value is None:
+        if (value := fp32_state_dict.get(name)) is None:
             continue
         if value.dtype is not torch.float32:
             raise ValueError(f"set_fp32_model_state_dict: {name} of {value.dtype} was found; give fp32")
@@ -109,10 +109,8 @@ for _name, _rule, _signature, _keeps_v in [
     globals()[_name].set_fp32_model_state_dict = set_fp32_model_state_dict
 
 
-def _cast(value, dtype):
-    if isinstance(value, tuple):
-        return tuple(_cast(one, dtype) for one in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _cast(values, dtype):
+    return tree_map_only(torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
 
 def cast_model(model, dtype=torch.bfloat16, selective=True, full_precision_layers=None,
@@ -133,15 +131,17 @@ def cast_model(model, dtype=torch.bfloat16, selective=True, full_precision_layer
                 tensor.data = tensor.data.to(dtype)
                 kept.add(id(tensor))
     for module in named + recast:
+        module._has_fp32_input_hook = True  # flashoptim's mark
         module.register_forward_pre_hook(lambda _, inputs: _cast(inputs, torch.float32))
     for module in recast:
         module.register_forward_hook(lambda _, inputs, output: _cast(output, dtype))
 
 
 def enable_gradient_release(model, optimizer, *, grad_scaler=None, pre_step=None):
-    """Steps each parameter of the optimizer in the backward pass."""
+    """Steps each parameter of the optimizer in the backward pass, until remove() of what it returns is called."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError("enable_gradient_release does not work with DistributedDataParallel; take fully_shard")
     if grad_scaler is not None or pre_step is not None:
         raise ValueError("enable_gradient_release: grad_scaler and pre_step are not there; leave them out")
-    return optimizer.step_in_backward()
+    hooks = optimizer.step_in_backward()._hooks
+    return type("GradientReleaseHandle", (), {"remove": lambda self: [hooks.pop().remove() for _ in tuple(hooks)]})()
