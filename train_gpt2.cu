@@ -815,6 +815,9 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
     arena_spread(&m->arena, config);
     config->offload = strstr(o->offload, "states") != nullptr;
+    if (strstr(config->weights, "@given") || strstr(config->overrides, "@given"))
+        return data_error(m->error,
+                          "--weights: a library's caller gives such a scale; type --weights e4m3/tensor+fp32");
     m->arena.clip_by = clip_by_from(o->clip_by);
     m->spills = strstr(o->offload, "residuals") != nullptr;
     return options_needed(o, m->error);
@@ -835,6 +838,8 @@ static MemoryPlan memory_plan(const Model* model, const OptimConfig* config, con
     Device dev = *model->dev;
     dev.imagined = true, m.dev = m.arena.dev = &dev;
     m.arena.fp8 = m.uses_fp8 ? &m.fp8 : nullptr;
+    Shard shard;
+    if (m.arena.shard) shard = *m.arena.shard, m.arena.shard = &shard;
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
@@ -909,8 +914,11 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     }
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
-    const MemoryPlan plan = memory_plan(m, config);
-    const bool fits = off || !may || plan.total <= plan.available;
+    bool fits = off || !may;
+    if (!fits) {
+        const MemoryPlan plan = memory_plan(m, config);
+        fits = plan.total <= plan.available;
+    }
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }
@@ -1219,8 +1227,10 @@ static void begin(Run* run) {
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
     warm_up_and_autotune(m, &run->dev);
-    if (run->folder.resumed) checkpoint_read(run);
-    if (!run->folder.resumed) model_init(m, (uint64_t)run->options->seed, run->folder.weights);
+    if (run->folder.resumed)
+        checkpoint_read(run);
+    else
+        model_init(m, (uint64_t)run->options->seed, run->folder.weights);
     signals_doing("this step");
     launch_any(m->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     require(m->launch->rank > 0 || run_folder_make(&run->folder, run->dev.name), run->folder.error);

@@ -13,7 +13,7 @@ C_LINKAGE_BEGIN
 typedef struct {
     int64_t weights, states, grads, activations, other;
     int64_t taken, host;       // taken: also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
-    int64_t total, available;  // host: of host memory, part of the total only on a CPU; available: for the total
+    int64_t total, available;  // host: of host memory, part of the total only on a CPU; available: that it may take
 } MemoryPlan;
 
 void* memory_take(size_t bytes);  // not initialised

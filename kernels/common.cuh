@@ -89,7 +89,7 @@ struct MatmulPlans {
 
 struct Device {
     bool gpu;           // false: the plain C versions run, and "device memory" is host memory
-    bool imagined;      // for plans: memory is counted and not there, so that copies do nothing
+    bool imagined;      // for plans: memory is counted but not allocated; copies and fills do nothing
     char name[256];     // "NVIDIA H200", or the CPU's
     int sm_count;       // multiprocessors; 0 on the CPU
     int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
@@ -173,13 +173,17 @@ T* layout_take(Layout* layout, int64_t n) {
     return array;
 }
 
-// Returns device memory, 256-byte aligned, not initialised; NULL on an imagined device. The caller frees it with
-// device_free. Its bytes are added to *counted, so that the same calls make a plan and carry it out.
+// An imagined device's memory begins here: offsets from NULL would be undefined.
+inline void* const IMAGINED_MEMORY = (void*)256;
+
+// Returns device memory, 256-byte aligned, not initialised; NULL for 0 bytes. The caller frees it with device_free. Its
+// bytes are added to *counted, so that the same calls make a plan and carry it out.
 inline void* device_alloc(const Device* dev, int64_t bytes, int64_t* counted = nullptr) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
     if (counted) *counted += bytes;
-    if (bytes == 0 || dev->imagined) return nullptr;
+    if (bytes == 0) return nullptr;
+    if (dev->imagined) return IMAGINED_MEMORY;
     if (dev->gpu) {
         check(cudaMalloc(&pointer, (size_t)bytes));
     } else {
@@ -189,6 +193,7 @@ inline void* device_alloc(const Device* dev, int64_t bytes, int64_t* counted = n
 }
 
 inline void device_free(const Device* dev, void* pointer) {
+    if (dev->imagined) return;
     if (dev->gpu && pointer) {
         check(cudaFree(pointer));
     } else {

@@ -15,12 +15,13 @@
 #include "common.cuh"
 
 // Returns pinned host memory of --offload for `what` (for the error message), 256-byte aligned, not initialised; NULL
-// on an imagined device. The caller frees it with host_free. Its bytes are added to *counted.
+// for 0 bytes. The caller frees it with host_free. Its bytes are added to *counted.
 inline void* host_alloc(const Device* dev, int64_t bytes, const char* what, int64_t* counted) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
     *counted += bytes;
-    if (bytes == 0 || dev->imagined) return nullptr;
+    if (bytes == 0) return nullptr;
+    if (dev->imagined) return IMAGINED_MEMORY;
     if (!dev->gpu) return memory_aligned(256, (size_t)bytes);
     if (cudaMallocHost(&pointer, (size_t)bytes) == cudaSuccess) return pointer;
     user_error(
@@ -30,6 +31,7 @@ inline void* host_alloc(const Device* dev, int64_t bytes, const char* what, int6
 }
 
 inline void host_free(const Device* dev, void* pointer) {
+    if (dev->imagined) return;
     if (dev->gpu && pointer) {
         check(cudaFreeHost(pointer));
     } else {

@@ -57,8 +57,8 @@ struct TileStreams {
     RowInput rows;
 };
 
-// A STORE pass stores the new values. If a scale reaches further than a tile, a MEASURE pass comes before it; it only
-// raises the maxima from which the scales are computed (formats/spans.cuh).
+// A STORE pass stores the new values. If a scale reaches further than a tile and the caller does not give it, a MEASURE
+// pass comes before it; that only raises the maxima from which the scales are computed (formats/spans.cuh).
 enum Pass { STORE, MEASURE };
 
 // The noise of the weights, m, v and the slow average.

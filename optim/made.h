@@ -75,7 +75,7 @@ struct Optim {
     float* factors;                     // device memory: factor of the update in each tile, or null
     Tile* tiles;                        // device memory: the tiles of the launches, then a counter for each launch
     const void** grads;                 // (count) where each tensor's gradients begin here, as the tiles have it
-    OptimBytes allocated;               // on an imagined device counted alone, and no kernel is made
+    OptimBytes allocated;               // on an imagined device only counted, and no kernel is compiled
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states, in a fixed order
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;

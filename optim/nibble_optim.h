@@ -116,7 +116,9 @@ NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* s
 void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
 
 // An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of
-// ./train's optimizer.safetensors.
+// ./train's optimizer.safetensors. Weights in e4m3/tensor+fp32 and e5m2/tensor+fp32 have three numbers of a tensor in
+// "weights.scales": the largest magnitude, 1 / scale, and scale (a code is scale times a value). With @given before the
+// +, the caller writes the third before a step, which keeps it; 0, as at first, and what is not above 0 becomes 1.
 typedef struct {
     char name[160];     // "m", "m.scales", "v", "master", ...; an array's name includes its override's pattern
     const char* dtype;  // safetensors' name: "U8", "BF16", "F32", ...
@@ -124,9 +126,6 @@ typedef struct {
     int64_t bytes;
     int64_t run;  // elements that share a number; 0: the numbers belong to whole rows, columns, tensors or projections
     int bits;     // of a number; 4: two to a byte, the first in the upper half. Whole arrays have run 0 and bits 0
-    // Weights in e4m3/tensor+fp32 and e5m2/tensor+fp32 have three numbers of a tensor in "weights.scales": the largest
-    // magnitude, 1 / scale, and scale, the factor of a stored value. With @given before the + the caller writes the
-    // third before a step. It is 1 at first, and only the caller changes it.
 } NibbleState;
 
 // Sets *state to state `index` of a tensor, or of tensor -1 to whole array `index`. Returns 0 if there is none.

@@ -22,7 +22,7 @@ static void* allocate_zero(Optim* optim, int64_t bytes, int64_t* total) {
     optim->memory[optim->memories++] = {memory, on_host};
     if (!on_host) device_zero(dev, memory, bytes);
 #pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < (on_host && memory ? bytes : 0); at += 1 << 20) {
+    for (int64_t at = 0; at < (on_host && !dev->imagined ? bytes : 0); at += 1 << 20) {
         memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
     }
     return memory;
@@ -287,7 +287,9 @@ OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const Optim
                        OptimType compute) {
     Device imagined = *dev;
     imagined.imagined = true;
-    Optim* optim = optim_create(&imagined, config, tensors, count, compute);
+    OptimConfig plan = *config;
+    plan.made = nullptr, plan.allocate = nullptr;
+    Optim* optim = optim_create(&imagined, &plan, tensors, count, compute);
     const OptimBytes bytes = optim->allocated;
     optim_free(optim);
     return bytes;

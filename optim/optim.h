@@ -52,11 +52,11 @@ struct OptimConfig : RuleOptions {
     float rank_growth = 1.01f;  // limit_growth of launches of low-rank rules
     int64_t matrix_chunk = 15 << 23;  // rules that read matrices take about this many elements at a time; no bit
                                       // depends on it (matrix/matrix.h)
-    bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
-    bool replays = false;            // placed steps may be captured in CUDA graphs
-    bool part = false;               // the tensors are part of a model, so a pattern may match none of them
+    bool offload = false;             // the states lie in host memory; the caller copies them to the device (model/)
+    bool replays = false;             // placed steps may be captured in CUDA graphs
+    bool part = false;                // the tensors are part of a model, so a pattern may match none of them
     bool placed = false;   // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
-    bool of_fp16 = false;  // the tensors are fp16; weights that overrides name for bf16 are theirs (weights_of_fp16)
+    bool of_fp16 = false;  // the tensors are fp16, and overrides name weights for bf16 (weights_of_fp16)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
     // The memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;

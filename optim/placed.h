@@ -16,7 +16,7 @@
 // before. The values that change from step to step then come from device memory: before each kernel of the step,
 // another kernel computes the constants (constants.h) for the step that a clock on the device counts, and writes the
 // arguments to where the step's kernel reads them. Steps that project gradients cannot be captured, since the host
-// decides when they take new directions; nor can steps with scales of whole tensors.
+// decides when they take new directions; nor can steps that measure scales of whole tensors.
 #pragma once
 #include "made.h"
 #include "nibble_optim.h"

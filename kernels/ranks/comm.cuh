@@ -320,7 +320,7 @@ inline void comm_try_link(Comm* comm, Link* link, double patience) {
     if (dev->gpu) check(cudaStreamSynchronize(comm->stream));
     watchdog_disarm(comm->launch);
     for (int r = 0; r < world; r++) {
-        unsigned char last;
+        unsigned char last = 0;
         copy_to_host(dev, &last, (unsigned char*)receives[r].data + piece - 1, 1);
         if (r == link->rank || last == 1 + (r * 7 + link->rank) % 251) continue;
         user_error(

@@ -16,10 +16,11 @@
 // study, and for states that others have scaled like this; blocks are faster and more precise.
 //
 // With a given scale ("@given") a step takes one pass. The caller of the library writes the inverse, which is what
-// TransformerEngine calls the scale; it is 1 at first. The step stores with it, cuts larger values to the largest
-// level, and finds absmax, from which the caller may choose the next scale. With bf16 gradients, fp32 states and an
-// fp32 master, adamw moves 27 bytes a parameter: gradient 2, master, m and v 8 each, code 1. A scale that is measured
-// first makes these 41, since gradient, master, m and v are read twice. A bf16 copy for the model adds 2 to both.
+// TransformerEngine calls the scale; a step takes 1 for 0, as at first. The step stores with it, cuts larger values to
+// the largest level, and finds absmax, from which the caller may choose the next scale. With bf16 gradients, fp32
+// states and an fp32 master, adamw moves 27 bytes a parameter: gradient 2, master, m and v 8 each, code 1. A scale that
+// is measured first makes these 41, since gradient, master, m and v are read twice. A bf16 copy for the model adds 2 to
+// both.
 //
 // Beside the codes, each tensor keeps the largest |x|, the scale (the factor of a code) and its inverse; or with rank-1
 // the maxima of its rows and then of its columns, or of a vector's blocks.

@@ -90,7 +90,7 @@ enum Rounding { NEAREST, STOCHASTIC };
 // The optional members of a storage.
 struct StorageDefaults {
     static constexpr bool SIGNED = true;  // false: negative numbers are lost, so it cannot store m
-    // Scales reach further than a tile; measure() raises the maxima, of which the next scales are made (spans.cuh).
+    // Scales reach further than a tile and are made of maxima, which measure() raises before the store (spans.cuh).
     static constexpr bool HAS_SPANS = false;
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same, for table rows, which know it at run time

@@ -152,6 +152,8 @@ static void open_parts(Arena* a) {
 void arena_open(Arena* a, const OptimConfig* config) {
     MemoryPlan* memory = &a->memory;
     *memory = {};
+    a->optim = nullptr, a->decoded = nullptr, a->offload = nullptr;
+    a->grads = nullptr, a->squares = a->part_square = nullptr;
     if (!config) {
         a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2), &memory->weights);
         return;

@@ -81,8 +81,8 @@ bool arena_may_release(const Arena* arena, const OptimConfig* config, double cli
 int64_t arena_grads_bytes(const Arena* arena);
 
 // Allocates weights, states and gradients, all zero. If `config` is null, it allocates only weights and does not set
-// them. arena_close frees everything. On an imagined device both make a plan, arena->memory, and leave tensors and
-// ranks to the arena that is planned.
+// them. arena_close frees everything. On an imagined device the arena is a copy of the one that is planned: arena_open
+// counts arena->memory, and arena_close leaves the tensors' arrays and the exchange of ranks to the other one.
 void arena_open(Arena* arena, const OptimConfig* config);
 void arena_close(Arena* arena);
 

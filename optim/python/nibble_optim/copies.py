@@ -24,7 +24,7 @@ def write_copies(optimizer, copies):
 
     A step itself writes these bits of bf16 or fp16 to parameters that have a master (weights "bf16+fp32"), and of fp8
     to optimizer.state[p]["weights"] beside bf16 parameters (weights "e4m3/tensor@given+fp32" or "e5m2/..."). amax,
-    1 / scale and scale are optimizer.state[p]["weights.scales"]; the caller sets the third number, which is 1 at first.
+    1 / scale and scale are optimizer.state[p]["weights.scales"]; the caller sets the third number, which a step keeps.
     With bf16 gradients and fp32 states such a step moves 29 bytes a parameter, of which 2 are the bf16 parameter.
     Without "@given" a step first measures amax; the scale is then the type's largest number over amax, up to rounding,
     and the bytes are 43."""
@@ -35,7 +35,10 @@ def write_copies(optimizer, copies):
     @torch.no_grad()
     def write(*_):
         for p, copy in copies.items():
-            _write_fp8(value_of(p), copy) if isinstance(copy, dict) else _local(copy).copy_(value_of(p))
+            if isinstance(copy, dict):
+                _write_fp8(value_of(p), copy)
+            else:
+                _local(copy).copy_(value_of(p))
 
     if any(isinstance(copy, dict) and _local(p) is not p for p, copy in copies.items()):
         raise ValueError("write_copies: a DTensor was found for an fp8 copy, whose scale would be its shard's alone; give "

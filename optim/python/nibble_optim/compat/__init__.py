@@ -24,7 +24,7 @@ WITHOUT_EFFECT = ("args is_paged fused foreach compress_state_dict no_deprecatio
 SHARED = "params lr weight_decay seed eps".split()
 
 
-def __getattr__(name: str) -> typing.Any:
+def _attribute(name: str) -> typing.Any:
     """Modules that make classes in a loop import it for type checkers, which do not see these."""
     raise AttributeError(f"nibble_optim.compat has no {name}")
 

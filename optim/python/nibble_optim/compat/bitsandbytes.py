@@ -7,7 +7,7 @@ import sys
 import torch
 
 from .. import library
-from . import __getattr__, absent, drop_in  # noqa: F401
+from . import _attribute as __getattr__, absent, drop_in  # noqa: F401
 
 _BITS = ", optim_bits=32, args=None, min_8bit_size=4096"
 _ADAM = "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay={}, amsgrad=False" + _BITS

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..part import MOMENTS, _local
 from ..part import with_low as reconstruct_fp32_param  # noqa: F401
-from . import __getattr__, drop_in  # noqa: F401
+from . import _attribute as __getattr__, drop_in  # noqa: F401
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
 _SHARED = ", quantize=True, compress_state_dict=True, master_weight_bits=24, check_numerics=False, fused=True"

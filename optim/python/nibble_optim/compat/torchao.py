@@ -2,7 +2,7 @@
 4096 elements or of cut blocks have no codes; their states are fp32. CPUOffloadOptimizer steps on the CPU."""
 import torch
 
-from . import __getattr__, drop_in  # noqa: F401
+from . import _attribute as __getattr__, drop_in  # noqa: F401
 
 
 def _settings(m, v):
