@@ -28,7 +28,7 @@ from problem import Problem, answered
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "dev/compare/results"
 README, COMPARE, KERNELS, OPTIM = "README.md", "dev/compare/README.md", "kernels/README.md", "optim/README.md"
-SPEED, COPY, LOG, FIRST = "dev/results/speed.md", "dev/results/optim_speed.md", "dev/LOG.md", "dev/results/first_run.md"
+SPEED, COPY, FIRST = "dev/results/speed.md", "dev/results/optim_speed.md", "dev/results/first_run.md"
 SCALING, LARGEST = "dev/results/scaling.md", "dev/results/largest.md"
 OF_COPY = "![Share of the copy"  # the table behind it
 ADAMW = "adamw16 adamw8 adamw8e adamw8c adamwfp8 flash24 adamw4 adamw4d adamw4l fp8w8e int8w4".split()
@@ -46,7 +46,8 @@ FIVE = {
     "`recipe`": ["recipe"],
     "the same with `--matmul": ["recipe fp8, head too"],
     "the first with `--preset": ["muon8"],
-    "muon, rate 0.0036": ["lr 0.0036, momentum 0.95 throughout", "lr 0.0036, momentum 0.95 throughout, fp8, head too"],
+    "the second with `--rule": ["normuon, fp8, head too"],
+    "normuon and cautious": ["normuon, cautious decay", "normuon, cautious decay, fp8, head too"],
     "`adamw32`": ["adamw32"],
     "the same with `--preset": ["adamw4l"],
     "llm.c with": ["llm.c, 65,536 tokens a step, rate 0.0012"],
@@ -56,7 +57,7 @@ FIVE = {
 MUON = {f"`{name}`": name for name in "adamw32 muon muon8 muon4 adafactor8 rmnp4 came8 galore8 apollo-mini".split()}
 MUON |= {"`muon8 --weights": "muon8 lin8:sr", "the same": "galore8 rank 192"}
 MUON_124M = {"`adamw32`": "adamw32", "`muon` | 0.0012": "muon", "`muon` | 0.0024": "muon lr 0.0024", "`muon4`": "muon4"}
-MUON_124M["`muon8 --weights"] = "muon8 lin8:sr lr 0.0024"
+MUON_124M |= {"`muon8 --weights": "muon8 lin8:sr lr 0.0024", "`muon8`": "muon8 lr 0.0024", "`muon8w8`": "muon8w8 lr 0.0024"}
 
 
 @cache
@@ -307,11 +308,9 @@ SENTENCES = {
         ({corpus:.0f}M tokens of Wikipedia, read {read_least:.1f} to {read_most:.1f} times
         in 300 seconds {long[0]:.3f} (rate 0.0024) and {long[1]:.3f} (0.0048
         llm.c's {llmc[final_loss]:.3f} is reached after {until[0]:.0f} seconds in bf16, and {until[1]:.0f} in fp8
-        in 200 steps gained {levers[0]:.3f} and a rate of 0.0052 {levers[1]:.3f}
-        at twice the rate lost {levers[2]:.3f}, and 131,072 tokens a step {levers[3]:.3f}
         end at {apollo[0]:.3f}, {apollo[1]:.3f} and {apollo[2]:.3f}, where `adamw32` has {apollo[8]:.3f}
-        in place of 10 gives {apollo[6]:.3f}, and no limiter {apollo[7]:.3f}
-        `apollo-mini` has {apollo[3]:.3f}, {apollo[4]:.3f} and {apollo[5]:.3f} at
+        With a gap of 200 it ends at {apollo[6]:.3f}, without limiter at {apollo[7]:.3f}
+        `apollo-mini` half ({apollo[4]:.3f})
         it ends {muon8w8[0]} ± {muon8w8[1]} above `muon8`
         and {embeddings:.3f} higher still if
         4 bits cost {muon4[0]} ± {muon4[1]} in d6
@@ -359,7 +358,6 @@ def of_texts():
     speed, codes = speeds()
     copy = [number(cell) for name in ["adamw32", *ADAMW] for cell in md(COPY, OF_COPY, name + " |", 5)[2:5]]
     default, bits = map(number, md(FIRST, "# What", "default run |", 4)[2:4])
-    levers = md(LOG, "## Learning rate, schedule", "124M, 732 steps", 2)
     return {
         "default": default,
         "bits": bits,
@@ -378,7 +376,6 @@ def of_texts():
         "copy_high": max(copy),
         "long_heads": md(SPEED, "## Attention", "8, 16, 4096, 128", 6),
         "short_heads": md(SPEED, "## Attention", "64, 12, 1024, 64", 6),
-        "levers": [abs(number(levers[0].partition("against")[2]) - number(part)) for part in levers[1].split("; ")],
     }
 
 

@@ -140,8 +140,8 @@ inline bool divides_by_eps(const RuleRow* rule) {
     return rule->keeps_v || (rule->by_rows && rule->rows != ROWS_RMNP);
 }
 
-// Returns the weights of fp16 parameters in place of those that presets and callers name for bf16: fp16+fp32 where these
-// have more bits beside bf16, fp16 for bf16, else fp16:sr. Weights that are `typed` and not bf16's stay.
+// Returns the weights of fp16 parameters in place of those that presets and callers name for bf16: fp16+fp32 where
+// these have more bits beside bf16, fp16 for bf16, else fp16:sr. Weights that are `typed` and not bf16's stay.
 const char* weights_of_fp16(const char* name, bool typed);
 
 // Checks the ranges of all options of rules. Returns false with a sentence that names the option.
