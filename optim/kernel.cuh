@@ -196,8 +196,8 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
 // first, so that their waits overlap. Then one test decides for all arrays and a whole warp if any value is rare. x and
 // key belong to the weights, m, v and, unless x[3] is null, the slow average. APART compiles one path for common values
 // and another for rare ones. This saves a jump and some moves at run time, and takes a fifth to two fifths more compile
-// time. STORES_APART of m or v says where it pays (dev/LOG.md). It does not pay when errors are fed back, and with a
-// third state compiling would take half as long again.
+// time. STORES_APART of m or v says where it pays (dev/LOG.md, "Stores compiled twice"). It does not pay when errors
+// are fed back, and with a third state compiling would take half as long again.
 #ifdef __CUDACC__
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v, bool apart,

@@ -504,6 +504,7 @@ struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUND
             s = block_scale<Format, Scale>(absmax, &code);
         }
         if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
+        // All threads of a block have the same scale; on a GPU with stages it leaves with the tile's codes.
         if (first % block == 0) ((ScaleCode*)streams.scales)[first / block] = code;
         return {s.inverse, code, clamped};
     }
