@@ -178,6 +178,9 @@ def test_torch_compat_more():
     optimizer = bitsandbytes.Adam(params)
     optimizer.step()
     assert [optimizer.state[p]["m"].dtype for p in params] == [torch.uint8, torch.float32]
+    manager.register_parameters(iter(params))
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]  # as on another device
+    assert [bitsandbytes.Adam(copies)._is_small(p) for p in copies] == [False, True]
     manager.initialize()
     assert optimizer._is_small(params[0])
 
@@ -234,6 +237,15 @@ def test_torch_flashoptim_of_a_model():
             moment = optimizer.state[model.first.weight][key]  # flashoptim's codes, and its levels
             found = level(moment.quantized.double()).view(-1) * moment.scales.repeat_interleave(32)[:moment.quantized.numel()]
             assert torch.allclose(found ** power, moment.materialize().double().view(-1), 1e-5, 0), (bits, key)
+    for bits, most in ((24, 2.0 ** -17), (32, 2.0 ** -22)):  # beside fp16; then states in fp32
+        params = halves(torch.float16)
+        one, other = (flashoptim.FlashSGD(params, momentum=0.9, master_weight_bits=bits, quantize=quantize,
+                                          compress_state_dict=False) for quantize in (True, False))
+        adam_steps(one, params, 3)
+        [its.load_state_dict(one.state_dict()) for its in (other, torch.optim.SGD(params))]
+        for p, state in ((p, its.state[p]) for its in (one, other) for p in params):
+            off = flashoptim.reconstruct_fp32_param(p.detach(), state["error_bits"]) - one.state[p]["master_param"]
+            assert off.abs().max() < most and torch.equal(state["exp_avg"].materialize(), one.state[p]["exp_avg"].materialize())
     raises(ValueError, "give fp32", lambda: optimizer.set_fp32_model_state_dict(
         model, {"head.weight": torch.zeros(5, 50, dtype=torch.float64)}))
     params = halves()

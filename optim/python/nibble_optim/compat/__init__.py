@@ -18,7 +18,7 @@ import torch
 from ..optimizer import Optimizer
 
 # Arguments that change no result here, and such that Optimizer has too.
-WITHOUT_EFFECT = ("args is_paged fused foreach compress_state_dict no_deprecation_warning set_grad_none capturable "
+WITHOUT_EFFECT = ("args is_paged fused foreach no_deprecation_warning set_grad_none capturable "
                   "use_cuda_kernel block_wise percentile_clipping materialize_master_grads apollo_update_proj_gap "
                   "apollo_scale_type apollo_eps apollo_factorize").split()  # apollo's without apollo_rank
 SHARED = "params lr weight_decay seed eps".split()

@@ -33,7 +33,7 @@ class GlobalOptimManager:
         self.initialize()
 
     def initialize(self):
-        self.pid2config, self.module_weight_config_triple = {}, []
+        self.pid2config, self.registered, self.module_weight_config_triple = {}, [], []
 
     @classmethod
     def get_instance(cls):
@@ -41,7 +41,8 @@ class GlobalOptimManager:
         return cls._instance
 
     def register_parameters(self, params):
-        """Exists for its name: override_config is enough."""
+        """Makes what override_config has set of these hold for copies of them too, which an optimizer gets in this order."""
+        self.registered = [self.pid2config.get(id(p)) for p in _flat(params)]
 
     def override_config(self, parameters, key=None, value=None, key_value_dict=None):
         settings = {**({} if key is None else {key: value}), **(key_value_dict or {})}
@@ -55,6 +56,10 @@ class GlobalOptimManager:
         self.override_config(getattr(module, param_name), key_value_dict=config)
 
 
+def _flat(params):
+    return [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+
+
 def _settings(name, rule, bits):
     """bits 0 leaves the choice of 8 or 32 to the argument optim_bits."""
     def settings(optimizer, values):
@@ -63,11 +68,12 @@ def _settings(name, rule, bits):
             raise ValueError(f"{name}: optim_bits={asked} was found; take {'8 or 32' if bits == 0 else bits}")
         quantized = (bits or asked) == 8
         # An optimizer of 32 bits has codes for those of its parameters that were given 8 bits before it was made.
-        given = values["params"] = list(values["params"])
-        for group in (group for group in given if isinstance(group, dict)):
-            group["params"] = list(group["params"])
-        params = [p for each in given for p in (each["params"] if isinstance(each, dict) else [each])]
-        some = quantized or any(GlobalOptimManager.get_instance().pid2config.get(id(p)) is False for p in params)
+        values["params"] = [{**each, "params": list(each["params"])} if isinstance(each, dict) else each
+                            for each in values["params"]]
+        params, manager = _flat(values["params"]), GlobalOptimManager.get_instance()
+        registered = {id(p): is_32 for p, is_32 in zip(params, manager.registered) if is_32 is not None}
+        manager.pid2config = {**registered, **manager.pid2config}
+        some = quantized or any(manager.pid2config.get(id(p)) is False for p in params)
         m, v = ("dyn8/256", "udyn8/256") if some else ("fp32", "fp32")
         its = dict(m=m, v=v if rule in ("adamw", "ademamix") else None, min_quantized=least if quantized else sys.maxsize)
         if "momentum" in values:

@@ -1,12 +1,14 @@
 """Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them, and what
-it has for a model: casts, fp32 weights, gradient release."""
+it has for a model: casts, fp32 weights, gradient release. With compress_state_dict=False, state_dict() has moments and
+master_param in fp32, which torch's optimizers take, and those here of any formats, unless parameters are sharded."""
 import fnmatch
+import functools
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..part import MOMENTS, _local
-from ..part import with_low as reconstruct_fp32_param  # noqa: F401
+from ..optimizer import FORMATS, Optimizer
+from ..part import MOMENTS, _local, is_dtensor, with_low
 from . import _attribute as __getattr__, drop_in  # noqa: F401
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
@@ -15,7 +17,8 @@ _MOMENTUM = "params, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nes
 
 
 def _momentum(name, rule, optimizer, values):
-    momentum, dampening, nesterov = (values.pop(key) for key in ("momentum", "dampening", "nesterov"))
+    optimizer._sgd = {key: values.pop(key) for key in ("momentum", "dampening", "nesterov")}
+    momentum, dampening, nesterov = optimizer._sgd.values()
     if dampening >= 1 or nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"{name}: momentum={momentum}, dampening={dampening} and nesterov={nesterov} were found; nesterov "
                          "needs a momentum without dampening, which is below 1")
@@ -33,7 +36,8 @@ def _settings(name, rule, keeps_v):
         bits, quantize = values.pop("master_weight_bits"), values.pop("quantize")
         if bits not in _WEIGHTS:
             raise ValueError(f"{name}: master_weight_bits={bits} was found; take 24, 32 or None")
-        optimizer._bf16_weights = _WEIGHTS[bits]
+        optimizer._bf16_weights, optimizer._compresses = _WEIGHTS[bits], values.pop("compress_state_dict")
+        optimizer._answer = functools.partial(_answer, torch.int8 if bits == 24 else torch.int16)
         m, v = ("soft8/32", "sqrt8/32") if quantize else ("fp32", "fp32")
         its = dict(m=m, v=v if keeps_v else None)
         if "momentum" in values:
@@ -59,10 +63,39 @@ class Moment:
         self.materialize, self.is_quantized = lambda: part.moment(tensor, name), lambda: self.scales is not None
 
 
-def _answer(part, tensor, key):
+def _half_gap(p):
+    """Returns half of the gap between numbers of fp16 that are as large as those of a parameter, in fp32."""
+    return ((p.view(torch.int16).int() >> 10 & 31).clamp(min=1) + 101 << 23).view(torch.float32)
+
+
+def reconstruct_fp32_param(param, error_bits):
+    """Returns a parameter's values in fp32. Its error_bits are the lower bits of bf16, and fractions of fp16's half gap."""
+    return with_low(param, error_bits) if param.dtype is torch.bfloat16 else \
+        param.float() + error_bits.float() / torch.iinfo(error_bits.dtype).max * _half_gap(param)
+
+
+def _answer(error_dtype, part, tensor, key):
     if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and part.keeps(tensor, MOMENTS[key]):
         return lambda: Moment(part, tensor, MOMENTS[key])
-    return (lambda: part.low(tensor)) if key == "error_bits" and part.low(tensor) is not None else None
+    if key != "error_bits" or not part.keeps(tensor, "master"):
+        return None
+    p, most = part.locals[tensor].detach(), torch.iinfo(error_dtype).max
+    return (lambda: part.low(tensor)) if part.dtype is torch.bfloat16 else lambda: (
+        (part.moment(tensor, "master") - p.float()) / _half_gap(p) * most).clamp(-most, most).round().to(error_dtype)
+
+
+def state_dict(self):
+    saved = Optimizer.state_dict(self)
+    if self._compresses or any(map(is_dtensor, self._part_of)):
+        return saved
+    # Without these keys, load_state_dict takes the states as another optimizer's.
+    saved["param_groups"] = [{key: value for key, value in {**group, **self._sgd}.items() if key not in ("steps", *FORMATS)}
+                             for group in saved["param_groups"]]
+    other = "exp_avg" if self._sgd else "momentum_buffer"
+    for p, (part, t) in self._part_of.items():
+        its = {name: part.moment(t, own) for name, own in MOMENTS.items() if name != other and part.keeps(t, own)}
+        saved["state"][self._place_of[p]] = {"step": self.state[p]["step"], **its}
+    return saved
 
 
 def _whole(model):
@@ -101,12 +134,11 @@ for _name, _rule, _signature, _keeps_v in [
          True),
         ("FlashLion", "lion", "params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0, decouple_lr=False", False),
         ("FlashSGD", "sgd", _MOMENTUM, False), ("FlashSGDW", "sgdw", _MOMENTUM + ", decouple_lr=False", False)]:
-    globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
-    globals()[_name]._lr_factor, globals()[_name]._decouples = _damped_factor, _rule == "sgdw"
-    globals()[_name]._answer = staticmethod(_answer)
-    globals()[_name]._ensure_state_initialized = lambda self, param, hparams=None: self._make_all()
-    globals()[_name].get_fp32_model_state_dict = get_fp32_model_state_dict
-    globals()[_name].set_fp32_model_state_dict = set_fp32_model_state_dict
+    _kind = globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
+    _kind._lr_factor, _kind._decouples, _kind._sgd = _damped_factor, _rule == "sgdw", {}
+    _kind._ensure_state_initialized = lambda self, param, hparams=None: self._make_all()
+    for _method in (state_dict, get_fp32_model_state_dict, set_fp32_model_state_dict):
+        setattr(_kind, _method.__name__, _method)
 
 
 def _cast(values, dtype):
