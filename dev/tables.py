@@ -47,7 +47,7 @@ FIVE = {
     "the same with `--matmul": ["recipe fp8, head too"],
     "the first with `--preset": ["muon8"],
     "the second with `--rule": ["normuon, fp8, head too"],
-    "normuon and cautious": ["normuon, cautious decay", "normuon, cautious decay, fp8, head too"],
+    "normuon with cautious": ["normuon, cautious decay", "normuon, cautious decay, fp8, head too"],
     "`adamw32`": ["adamw32"],
     "the same with `--preset": ["adamw4l"],
     "llm.c with": ["llm.c, 65,536 tokens a step, rate 0.0012"],
@@ -310,7 +310,7 @@ SENTENCES = {
         llm.c's {llmc[final_loss]:.3f} is reached after {until[0]:.0f} seconds in bf16, and {until[1]:.0f} in fp8
         end at {apollo[0]:.3f}, {apollo[1]:.3f} and {apollo[2]:.3f}, where `adamw32` has {apollo[8]:.3f}
         With a gap of 200 it ends at {apollo[6]:.3f}, without limiter at {apollo[7]:.3f}
-        `apollo-mini` half ({apollo[4]:.3f})
+        `apollo-mini` takes half ({apollo[4]:.3f}
         it ends {muon8w8[0]} ± {muon8w8[1]} above `muon8`
         and {embeddings:.3f} higher still if
         4 bits cost {muon4[0]} ± {muon4[1]} in d6

@@ -181,6 +181,8 @@ def test_torch_compat_more():
     manager.register_parameters(iter(params))
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]  # as on another device
     assert [bitsandbytes.Adam(copies)._is_small(p) for p in copies] == [False, True]
+    bitsandbytes.Adam(others := [parameter(3, 5), parameter(7)])  # which are no copies
+    assert not any(id(p) in manager.pid2config for p in others)
     manager.initialize()
     assert optimizer._is_small(params[0])
 
@@ -246,6 +248,8 @@ def test_torch_flashoptim_of_a_model():
         for p, state in ((p, its.state[p]) for its in (one, other) for p in params):
             off = flashoptim.reconstruct_fp32_param(p.detach(), state["error_bits"]) - one.state[p]["master_param"]
             assert off.abs().max() < most and torch.equal(state["exp_avg"].materialize(), one.state[p]["exp_avg"].materialize())
+    damped = flashoptim.FlashSGD(params, momentum=0.9, dampening=0.5, compress_state_dict=False)
+    assert "momentum" not in damped.state_dict()["param_groups"][0]  # its m is not torch's
     raises(ValueError, "give fp32", lambda: optimizer.set_fp32_model_state_dict(
         model, {"head.weight": torch.zeros(5, 50, dtype=torch.float64)}))
     params = halves()

@@ -24,7 +24,8 @@ def write_copies(optimizer, copies):
 
     A step itself writes these bits of bf16 or fp16 to parameters that have a master (weights "bf16+fp32"), and of fp8
     to optimizer.state[p]["weights"] beside bf16 parameters (weights "e4m3/tensor@given+fp32" or "e5m2/..."). amax,
-    1 / scale and scale are optimizer.state[p]["weights.scales"]; the caller sets the third number, which a step keeps.
+    1 / scale and scale are optimizer.state[p]["weights.scales"]; the caller sets the third number, which steps
+    keep. It is there after the first step, which uses 1.
     With bf16 gradients and fp32 states such a step moves 29 bytes a parameter, of which 2 are the bf16 parameter.
     Without "@given" a step first measures amax; the scale is then the type's largest number over amax, up to rounding,
     and the bytes are 43."""

@@ -579,10 +579,11 @@ class Optimizer(torch.optim.Optimizer):
                 self._step([param], [param.grad])
             param.grad = None
 
+        active = not self._apart or bool(self._hooks)  # nobody has removed the hooks
         self._flatten()
         for p in self._flat[len(self._apart):]:
             self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)
-            if p.requires_grad:
+            if p.requires_grad and active:
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):

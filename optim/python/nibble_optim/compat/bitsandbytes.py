@@ -41,8 +41,8 @@ class GlobalOptimManager:
         return cls._instance
 
     def register_parameters(self, params):
-        """Makes what override_config has set of these hold for copies of them too, which an optimizer gets in this order."""
-        self.registered = [self.pid2config.get(id(p)) for p in _flat(params)]
+        """What override_config has set for these applies to copies of them too, which a later optimizer gets in this order."""
+        self.registered = [(p.shape, self.pid2config.get(id(p))) for p in _flat(params)]
 
     def override_config(self, parameters, key=None, value=None, key_value_dict=None):
         settings = {**({} if key is None else {key: value}), **(key_value_dict or {})}
@@ -57,7 +57,8 @@ class GlobalOptimManager:
 
 
 def _flat(params):
-    return [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+    found = [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+    return [p[1] if isinstance(p, tuple) else p for p in found]
 
 
 def _settings(name, rule, bits):
@@ -68,11 +69,13 @@ def _settings(name, rule, bits):
             raise ValueError(f"{name}: optim_bits={asked} was found; take {'8 or 32' if bits == 0 else bits}")
         quantized = (bits or asked) == 8
         # An optimizer of 32 bits has codes for those of its parameters that were given 8 bits before it was made.
-        values["params"] = [{**each, "params": list(each["params"])} if isinstance(each, dict) else each
+        listed = lambda its: [its] if isinstance(its, torch.Tensor) else list(its)
+        values["params"] = [{**each, "params": listed(each["params"])} if isinstance(each, dict) else each
                             for each in values["params"]]
         params, manager = _flat(values["params"]), GlobalOptimManager.get_instance()
-        registered = {id(p): is_32 for p, is_32 in zip(params, manager.registered) if is_32 is not None}
-        manager.pid2config = {**registered, **manager.pid2config}
+        copies = [p.shape for p in params] == [shape for shape, _ in manager.registered]
+        if copies and not any(id(p) in manager.pid2config for p in params):
+            manager.pid2config.update((id(p), its) for p, (_, its) in zip(params, manager.registered) if its is not None)
         some = quantized or any(manager.pid2config.get(id(p)) is False for p in params)
         m, v = ("dyn8/256", "udyn8/256") if some else ("fp32", "fp32")
         its = dict(m=m, v=v if rule in ("adamw", "ademamix") else None, min_quantized=least if quantized else sys.maxsize)

@@ -1,6 +1,7 @@
 """Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them, and what
 it has for a model: casts, fp32 weights, gradient release. With compress_state_dict=False, state_dict() has moments and
-master_param in fp32, which torch's optimizers take, and those here of any formats, unless parameters are sharded."""
+master_param in fp32, which torch's optimizers take, and those here of any formats, unless parameters are sharded or SGD
+has dampening."""
 import fnmatch
 import functools
 
@@ -68,8 +69,11 @@ def _half_gap(p):
     return ((p.view(torch.int16).int() >> 10 & 31).clamp(min=1) + 101 << 23).view(torch.float32)
 
 
+@torch.no_grad()
 def reconstruct_fp32_param(param, error_bits):
     """Returns a parameter's values in fp32. Its error_bits are the lower bits of bf16, and fractions of fp16's half gap."""
+    if param.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"reconstruct_fp32_param: {param.dtype} was found; give bf16 or fp16")
     return with_low(param, error_bits) if param.dtype is torch.bfloat16 else \
         param.float() + error_bits.float() / torch.iinfo(error_bits.dtype).max * _half_gap(param)
 
@@ -79,14 +83,16 @@ def _answer(error_dtype, part, tensor, key):
         return lambda: Moment(part, tensor, MOMENTS[key])
     if key != "error_bits" or not part.keeps(tensor, "master"):
         return None
+    if part.dtype is torch.bfloat16:
+        return (lambda: part.low(tensor)) if part.low(tensor) is not None else None
     p, most = part.locals[tensor].detach(), torch.iinfo(error_dtype).max
-    return (lambda: part.low(tensor)) if part.dtype is torch.bfloat16 else lambda: (
+    return lambda: (
         (part.moment(tensor, "master") - p.float()) / _half_gap(p) * most).clamp(-most, most).round().to(error_dtype)
 
 
 def state_dict(self):
     saved = Optimizer.state_dict(self)
-    if self._compresses or any(map(is_dtensor, self._part_of)):
+    if self._compresses or self._sgd.get("dampening") or any(map(is_dtensor, self._part_of)):
         return saved
     # Without these keys, load_state_dict takes the states as another optimizer's.
     saved["param_groups"] = [{key: value for key, value in {**group, **self._sgd}.items() if key not in ("steps", *FORMATS)}
@@ -176,4 +182,5 @@ def enable_gradient_release(model, optimizer, *, grad_scaler=None, pre_step=None
     if grad_scaler is not None or pre_step is not None:
         raise ValueError("enable_gradient_release: grad_scaler and pre_step are not there; leave them out")
     hooks = optimizer.step_in_backward()._hooks
-    return type("GradientReleaseHandle", (), {"remove": lambda self: [hooks.pop().remove() for _ in tuple(hooks)]})()
+    return type("GradientReleaseHandle", (), {"active": property(lambda self: bool(hooks)),
+                                               "remove": lambda self: [hooks.pop().remove() for _ in tuple(hooks)]})()

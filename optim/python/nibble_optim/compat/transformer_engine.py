@@ -2,8 +2,9 @@
 fp32, or with store_param_remainders as the 16 bits that bf16 leaves out, which are TransformerEngine's to the bit.
 Masters of torch.float16 or bfloat16 are those, too, and so have the values of fp32. A caller's own masters go in by
 set_scaled_state. Moments of torch.uint8 are e4m3 with a scale every 256 elements, and those of torch.float16, which need
-a scale that is not there, bf16 with stochastic rounding. For parameters of fp8, a group with the entry weights=
-"e4m3/tensor@given+fp32" keeps codes beside bf16 parameters, or copies.write_copies writes them (help(copies) tells both)."""
+a scale that is not there, bf16 with stochastic rounding. For parameters of fp8, a group with the entry
+weights="e4m3/tensor@given+fp32" keeps codes beside bf16 parameters, or copies.write_copies writes them
+(help("nibble_optim.copies") tells both)."""
 import functools
 
 import torch
