@@ -35,11 +35,11 @@ def write_copies(optimizer, copies):
 
     @torch.no_grad()
     def write(*_):
-        for p, copy in copies.items():
-            if isinstance(copy, dict):
-                _write_fp8(value_of(p), copy)
-            else:
-                _local(copy).copy_(value_of(p))
+        plain = [p for p in copies if not isinstance(copies[p], dict)]
+        if plain:  # in one launch for many
+            torch._foreach_copy_([_local(copies[p]) for p in plain], list(map(value_of, plain)))
+        for p in (p for p in copies if isinstance(copies[p], dict)):
+            _write_fp8(value_of(p), copies[p])
 
     if any(isinstance(copy, dict) and _local(p) is not p for p, copy in copies.items()):
         raise ValueError("write_copies: a DTensor was found for an fp8 copy, whose scale would be its shard's alone; give "
