@@ -89,6 +89,7 @@ struct Model {
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales, which the arena opens
+    int head_slot;            // the first of the head's, which are the last
 
     bool spills;  // the residual stream is in host memory
     Spill spill;
@@ -108,34 +109,24 @@ struct Model {
     char error[DATA_ERROR_BYTES];          // the sentence of a function that could not do its work for the model
 };
 
-// The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
-enum BlockMatrix { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_MATRICES };
-static int fp8_slot(int l, int matrix) {
-    return (l * BLOCK_MATRICES + matrix) * FP8_SLOTS;
-}
-static int weight_tensor(int l, int matrix) {
-    constexpr int at[BLOCK_MATRICES] = {2, 4, 8, 10};  // among a block's tensors; the biases follow
-    return FIRST_BLOCK + l * BLOCK_TENSORS + at[matrix];
-}
-
+// Lists the tensors. The matrices of the blocks, whose products may be fp8, get their slots among the scales.
 static void shape_tensors(Model* model) {
     const Gpt2Shape* c = &model->shape;
     Arena* a = &model->arena;
     arena_tensors(a, model_tensors(c->L, c->C, c->max_T, c->V, c->Vp, &model->stored));
     a->dev = model->dev, a->layers = c->L;
     a->fp8 = model->uses_fp8 ? &model->fp8 : nullptr;
-    model->fp8.slots = fp8_slot(c->L, QKV) + FP8_SLOTS;
-    model->parameters = model->largest = 0;
+    model->head_slot = 0, model->parameters = model->largest = 0;
     for (int i = 0; i < a->count; i++) {
         const ModelTensor* t = &model->stored[i];
         a->tensors[i] = {t->name, t->rows, t->cols, t->rows > 1, 0, t->parts};
         a->part[i] = t->layer >= 0 ? t->layer : i < FIRST_BLOCK ? part_embeddings(c->L) : part_final(c->L);
         model->parameters += t->rows * t->cols;
         if (t->rows * t->cols > model->largest) model->largest = t->rows * t->cols;
+        if (!model->uses_fp8 || t->layer < 0 || t->rows == 1) continue;
+        a->slot[i] = model->head_slot + FP8_WEIGHT, model->head_slot += FP8_SLOTS;
     }
-    for (int i = 0; i < c->L * BLOCK_MATRICES && model->uses_fp8; i++) {
-        a->slot[weight_tensor(i / BLOCK_MATRICES, i % BLOCK_MATRICES)] = i * FP8_SLOTS + FP8_WEIGHT;
-    }
+    model->fp8.slots = model->head_slot + FP8_SLOTS;
     a->elements = optim_layout(a->tensors, a->count);
 }
 
@@ -194,22 +185,22 @@ static void tensor_at(const Model* m, int t, X** weights, G** gradients) {
 
 template <typename X, typename G>
 static void norm_at(const Model* m, int t, Norm<X, G>* norm) {
-    norm->C = m->shape.C;
+    norm->C = (int)m->arena.tensors[t].cols;
     tensor_at(m, t, &norm->weight, &norm->dweight);
     tensor_at(m, t + 1, &norm->bias, &norm->dbias);
 }
 
-// Sets a linear layer of block l, whose input has its arrays. dout: the gradient of its output. made, dmade: the codes
-// of the input and of dout that kernels make.
+// Sets the linear layer of matrix t, whose input has its arrays. dout: the gradient of its output. made, dmade: the
+// codes of the input and of dout that kernels make.
 template <typename X, typename G>
-static void linear_at(const Model* m, const Fp8Use* use, Linear<X, G>* linear, int l, int matrix, int C, int OC,
-                      X* dout, Fp8Made made, Fp8Made dmade) {
-    const int t = weight_tensor(l, matrix);
+static void linear_at(const Model* m, const Fp8Use* use, int t, Linear<X, G>* linear, X* dout, Fp8Made made,
+                      Fp8Made dmade) {
+    const Arena* a = &m->arena;
     X* weight;
     tensor_at(m, t, &weight, &linear->dweight);
     tensor_at(m, t + 1, &linear->bias, &linear->dbias);
-    linear->C = C, linear->OC = OC;
-    linear_set(use, linear, fp8_slot(l, matrix), weight, arena_codes(&m->arena, t), dout, made, dmade);
+    linear->C = (int)a->tensors[t].cols, linear->OC = (int)a->tensors[t].rows;
+    linear_set(use, linear, a->slot[t] - FP8_WEIGHT, weight, arena_codes(a, t), dout, made, dmade);
 }
 
 // Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
@@ -236,18 +227,18 @@ static Block<X, G> block_arrays(const Model* m, Layout* layout, const Block<X, G
     return b;
 }
 
-// Sets the parameters of block l, and what its products read.
+// Sets the parameters of block l, in arena order, and what its products read.
 template <typename X, typename G>
 static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
-    const int C = m->shape.C, t = FIRST_BLOCK + l * BLOCK_TENSORS;
+    const int t = FIRST_BLOCK + l * BLOCK_TENSORS;
     const Fp8Use* use = &a->fp8;
     const Fp8Made makes = use->producers_make;
     norm_at(m, t, &b->ln1);
+    linear_at(m, use, t + 2, &b->qkv, a->dwide, makes, use->attention_makes);
+    linear_at(m, use, t + 4, &b->attproj, a->dresidual, FP8_NOTHING, makes);
     norm_at(m, t + 6, &b->ln2);
-    linear_at(m, use, &b->qkv, l, QKV, C, 3 * C, a->dwide, makes, use->attention_makes);
-    linear_at(m, use, &b->attproj, l, ATTENTION_PROJECTION, C, C, a->dresidual, FP8_NOTHING, makes);
-    linear_at(m, use, &b->fc, l, FC, C, 4 * C, a->dwide, makes, FP8_NOTHING);
-    linear_at(m, use, &b->fcproj, l, FC_PROJECTION, 4 * C, C, a->dresidual, FP8_NOTHING, makes);
+    linear_at(m, use, t + 8, &b->fc, a->dwide, makes, FP8_NOTHING);
+    linear_at(m, use, t + 10, &b->fcproj, a->dresidual, FP8_NOTHING, makes);
     linear_gelu(use, &b->fc, &b->fcproj, b->pre_gelu);
 }
 
@@ -342,8 +333,8 @@ static void gpt2_losses(const Model* m, Activations<X, G>* a, const int* targets
     arena_need(&m->arena, part_embeddings(m->shape.L));
     int L = m->shape.L, C = m->shape.C, V = m->shape.V, Vp = m->shape.Vp;
     X* lnf = a->block[L].qkv.inp.values;
-    Linear<X, float> head = linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->wte, a->logits,
-                                              m->dwte_sum, dloss, C, Vp);
+    Linear<X, float> head =
+        linear_head_begin(named(dev, "head"), &a->fp8, m->head_slot, lnf, a->wte, a->logits, m->dwte_sum, dloss, C, Vp);
     for (int64_t row = 0; row < a->N; row += m->logit_rows) {
         int64_t rows = a->N - row < m->logit_rows ? a->N - row : m->logit_rows;
         head.inp.values = lnf + row * C;
@@ -505,30 +496,16 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-// Draws the initial weights of a tensor as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices
-// that write into the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on
-// every device.
-static void tensor_draw(Model* m, int t, uint64_t seed, float* values) {
-    const ModelTensor* tensor = &m->stored[t];
-    const float residual = tensor->residual ? sqrtf(2.0f * m->shape.L) : 1.0f;
-    const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
-    const bool vector = tensor->rows == 1;
-    arena_draw(&m->arena, t, tensor->stored_rows, seed, vector && ones ? 1.0f : 0.0f, vector ? 0.0f : 0.02f / residual,
-               values);
-}
-
-// Reads the weights of a folder into the model or, if that is "", draws them.
+// Reads the weights of a folder into the model or, if that is "", draws them; they are equal on every device.
 static void model_init(Model* m, uint64_t seed, const char* folder = "") {
     Safetensors files = {};
     require(!*folder || model_folder_open(&files, folder, m->stored, m->arena.count, m->error), m->error);
     float* values = (float*)memory_take((size_t)m->largest * sizeof(float));
     for (int t = 0; t < m->arena.count; t++) {
-        if (!*folder) {
-            tensor_draw(m, t, seed, values);
-            continue;
-        }
-        require(model_folder_read(&files, &m->stored[t], values, m->error), m->error);
-        arena_set(&m->arena, t, values);
+        const ModelTensor* tensor = &m->stored[t];
+        require(!*folder || model_folder_read(&files, tensor, values, m->error), m->error);
+        if (*folder) arena_set(&m->arena, t, values);
+        if (!*folder) arena_draw(&m->arena, t, tensor->stored_rows, seed, tensor->mean, tensor->deviation, values);
     }
     free(values);
     safetensors_close(&files);
@@ -705,11 +682,7 @@ static void checkpoint_read(Run* run) {
     require(!*reader.error, reader.error);
     if (stored.notices) run_say(&run->folder, "%s", stored.notices);
     if (!loaded) user_error("%s/%s", folder, m->error);
-    const int head = fp8_slot(m->shape.L, QKV);
-    if (m->uses_fp8) {
-        m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
-                                     (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
-    }
+    if (m->uses_fp8) fp8_resume(m->dev, &m->fp8, m->head_slot, m->head_fp8);
     checkpoint_close(&reader);
     arena_loaded(&m->arena, (float)run->folder.state.last_norm);
 }

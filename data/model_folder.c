@@ -1,4 +1,5 @@
 #include "model_folder.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include "options.h"
@@ -36,16 +37,19 @@ int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocab
                   ModelTensor** tensors) {
     const int count = 2 + layers * MODEL_BLOCK_TENSORS + 2;
     ModelTensor* t = *tensors = memory_zero((size_t)count, sizeof(ModelTensor));
-    *t++ = (ModelTensor){"wte.weight", padded, channels, vocabulary, false, -1, false, 1, ""};
-    *t++ = (ModelTensor){"wpe.weight", positions, channels, positions, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"wte.weight", padded, channels, vocabulary, false, -1, 1, "", 0, 0.02f};
+    *t++ = (ModelTensor){"wpe.weight", positions, channels, positions, false, -1, 1, "", 0, 0.02f};
     for (int i = 0; i < layers * MODEL_BLOCK_TENSORS; i++) {
         const int l = i / MODEL_BLOCK_TENSORS, b = i % MODEL_BLOCK_TENSORS;
-        const int64_t rows = BLOCK[b].rows ? BLOCK[b].rows * channels : 1, cols = BLOCK[b].cols * channels;
+        const bool vector = BLOCK[b].rows == 0;
+        const int64_t rows = vector ? 1 : BLOCK[b].rows * channels, cols = BLOCK[b].cols * channels;
         const char* name = text_kept("h.%d.%s", l, BLOCK[b].name);
-        *t++ = (ModelTensor){name, rows, cols, rows, BLOCK[b].transposed, l, BLOCK[b].residual, BLOCK[b].parts, ""};
+        const float mean = vector && text_ends(name, ".weight") ? 1 : 0,
+                    deviation = vector ? 0 : 0.02f / (BLOCK[b].residual ? sqrtf(2.0f * (float)layers) : 1.0f);
+        *t++ = (ModelTensor){name, rows, cols, rows, BLOCK[b].transposed, l, BLOCK[b].parts, "", mean, deviation};
     }
-    *t++ = (ModelTensor){"ln_f.weight", 1, channels, 1, false, -1, false, 1, ""};
-    *t++ = (ModelTensor){"ln_f.bias", 1, channels, 1, false, -1, false, 1, ""};
+    *t++ = (ModelTensor){"ln_f.weight", 1, channels, 1, false, -1, 1, "", 1, 0};
+    *t++ = (ModelTensor){"ln_f.bias", 1, channels, 1, false, -1, 1, "", 0, 0};
     return count;
 }
 

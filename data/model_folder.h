@@ -14,9 +14,11 @@ typedef struct {
     int64_t stored_rows;  // rows that are in files: the vocabulary's without padding
     bool transposed;      // files hold (cols, stored_rows), as transformers' Conv1D has it
     int layer;            // its layer, or -1
-    bool residual;        // it writes into the residual stream, so its initial weights are smaller
     int parts;            // matrices of equal size that its rows consist of: 3 for queries, keys and values
     const char* dtype;    // in a file that is written: F32 or BF16
+    // Of its initial weights, which are normal: 0 and 0.02, or 0.02/sqrt(2L) for matrices that write into the residual
+    // stream; biases are 0, layernorms 1 and 0.
+    float mean, deviation;
 } ModelTensor;
 
 // Lists the tensors of a GPT-2 in *tensors: wte, wpe, MODEL_BLOCK_TENSORS for each layer, ln_f.weight, ln_f.bias.

@@ -137,8 +137,8 @@ struct Operators {
     }
 
     void head() {
-        const Linear<bf16, float> head = linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].qkv.inp.values,
-                                                           act.wte, act.logits, m->dwte_sum, 1e-5f, C, Vp);
+        const Linear<bf16, float> head = linear_head_begin(dev, use, m->head_slot, act.block[L].qkv.inp.values, act.wte,
+                                                           act.logits, m->dwte_sum, 1e-5f, C, Vp);
         layer("head", chunks, act.logits, &head, rows);
         account(a, "classifier", chunks, 0, (m->head_fp8 ? 3.0 : 4.0) * (double)rows * Vp, [&] {
             classifier<bf16>(dev, m->losses, act.logits, m->input.targets, 1e-5f, true, rows, V, Vp,

@@ -138,16 +138,15 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     fp8_event(dev, f, FP8_BEGIN);
 }
 
-// True if an earlier step has left a magnitude in one of `count` slots from `first` on. A skipped step leaves none, nor
-// does one that multiplied these tensors in bf16.
-inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int count) {
-    const int64_t bytes = (int64_t)count * FP8_HISTORY * (int64_t)sizeof(float);
-    float* history = (float*)memory_take(bytes);
-    copy_to_host(dev, history, f->amax_history + (int64_t)first * FP8_HISTORY, bytes);
-    bool has = false;
-    for (int i = 0; i < count * FP8_HISTORY; i++) has = has || history[i] > 0.0f;
-    free(history);
-    return has;
+// Chooses current scaling unless earlier steps have left a magnitude in a slot below `head` and, if the head is in fp8,
+// in one from there on. A skipped step leaves none, nor does one that multiplied these tensors in bf16.
+inline void fp8_resume(const Device* dev, Fp8* f, int head, bool head_fp8) {
+    const int64_t bytes = (int64_t)f->slots * FP8_HISTORY * (int64_t)sizeof(float);
+    SCOPED float* history = (float*)memory_take(bytes);
+    copy_to_host(dev, history, f->amax_history, bytes);
+    bool has[2] = {false, !head_fp8};
+    for (int i = 0; i < f->slots * FP8_HISTORY; i++) has[i >= head * FP8_HISTORY] |= history[i] > 0.0f;
+    f->use_current_scaling = !has[0] || !has[1];
 }
 
 // `memory`: fp8_bytes of device memory, set to zero. The caller sets `stored`.

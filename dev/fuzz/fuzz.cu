@@ -79,9 +79,9 @@ static void fuzz_json(FuzzInput input) {
 
 // model.safetensors, or an index and the two files that it may name.
 static void fuzz_safetensors(FuzzInput input) {
-    static const ModelTensor tensors[] = {{"h.0.attn.bias", 1, 4, 1, false, 0, false, 1, ""},
-                                          {"wte.weight", 8, 4, 7, false, -1, false, 1, ""},
-                                          {"lm_head.weight", 4, 8, 4, true, -1, false, 1, ""}};
+    static const ModelTensor tensors[] = {{"h.0.attn.bias", 1, 4, 1, false, 0, 1, "", 0, 0},
+                                          {"wte.weight", 8, 4, 7, false, -1, 1, "", 0, 0},
+                                          {"lm_head.weight", 4, 8, 4, true, -1, 1, "", 0, 0}};
     char error[DATA_ERROR_BYTES] = "";
     Safetensors model;
     const bool several = input.count > 0 && input.bytes[0] == '{';
