@@ -764,15 +764,10 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // `resumed`, a checkpoint, or if that is "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* folder, bool resumed) {
     const bool gpu = m->dev->gpu;
-    if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
-    if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
+    require(products_choose(o, gpu ? m->dev->name : nullptr, m->dev->compute, m->error), m->error);
     m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
     m->uses_fp8 = strcmp(o->matmul, "fp8") == 0, m->head_fp8 = m->uses_fp8 && strcmp(o->head, "fp8") == 0;
     m->fp8.gradients = strcmp(o->fp8_grads, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2;
-    if (m->uses_fp8 && gpu && m->dev->compute < 89) {
-        user_error("--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16",
-                   m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
-    }
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
     require(gpt2_shape_choose(o, folder, resumed, vocabulary, bytes, gpu, &m->shape, m->error), m->error);
     m->T = (int)o->seq;
@@ -796,12 +791,6 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     return options_needed(o, m->error);
 }
 
-static int64_t logit_rows_for(const Options* o, const Model* m) {
-    // Enough rows keep the head's matrix products at full rate; on the CPU a cache-sized piece.
-    const int64_t N = (int64_t)m->B * m->T, rows = o->logit_rows != AUTO ? o->logit_rows : m->dev->gpu ? 8192 : 1024;
-    return rows < N ? rows : N;
-}
-
 // Plans the memory of a model, before it is allocated: model_allocate counts it on an imagined device. `batch`:
 // sequences of a micro-batch, for which `o` has the options as they were asked for; 0: its own. `block`: for
 // --recompute block alone.
@@ -817,7 +806,7 @@ static MemoryPlan memory_plan(const Model* model, const OptimConfig* config, con
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
     if (block) m.recomputes_gelu = false, m.recomputed = m.shape.L - 1;
-    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
+    if (batch > 0) m.B = (int)batch, m.logit_rows = default_logit_rows(o, batch * m.T, dev.gpu);
     model_allocate(&m, config);
     arena_close(&m.arena);
     MemoryPlan plan = m.arena.memory;
@@ -843,36 +832,20 @@ static int64_t largest_batch(const Model* m, const OptimConfig* config, const Op
     return fits;
 }
 
-// Sizes of a micro-batch and of a step, for a data set of so many windows.
-static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool bytes, int64_t windows) {
-    int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
-    if (windows < max) max = windows;
+// Chooses the sizes of a micro-batch and of a step, for a data set of so many windows, and the gradients' type.
+static void resolve_batch(Options* o, Model* m, OptimConfig* config, bool bytes, int64_t windows) {
+    int64_t max = std::min<int64_t>(!m->dev->gpu ? 8 : bytes ? 32 : 64, windows);
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch. A
     // GiB is left for the context and the kernels, in place of what the plan counts for them.
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) + m->dev->context + MODULE_BYTES : INT64_MAX;
     const int64_t usual = bytes || !m->dev->gpu ? 0 : default_tokens_per_step(o, windows * o->seq);
     const int64_t share = usual / o->seq / m->launch->world;  // sequences of a step that a rank gets
-    if (usual && o->tokens_per_step == AUTO && share < max) max = share > 0 ? share : 1;
-    int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, usable) : 0;
+    if (usual && o->tokens_per_step == OPTION_AUTO && share < max) max = share > 0 ? share : 1;
+    int64_t fits = o->batch == OPTION_AUTO ? largest_batch(m, config, o, max, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    require(batch_choose(o, m->launch->world, m->uses_fp8 ? 16 : 1, fits, usual, m->error), m->error);
-    m->B = (int)o->batch;
-    m->logit_rows = o->logit_rows = logit_rows_for(o, m);
-    if (m->head_fp8 && m->logit_rows % 16 != 0) {
-        user_error("--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
-                   (long long)m->logit_rows, (long long)ceil_div(m->logit_rows, 16) * 16);
-    }
-}
-
-// --grads auto is bf16 where a step has one micro-batch of bf16, which rounds each gradient once, and fp32 elsewhere.
-static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
-    const bool one = o->tokens_per_step == o->batch * o->seq * m->launch->world;
-    if (strcmp(o->grads, "auto") == 0) o->grads = one && m->arena.type == OPTIM_BF16 ? "bf16" : "fp32";
-    config->grads = o->grads;
-    m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
-    if (m->arena.grads_bf16 && m->arena.type == OPTIM_FP32) {
-        user_error("--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
-    }
+    require(batch_choose(o, m->launch->world, fits, usual, m->dev->gpu, m->error), m->error);
+    m->B = (int)o->batch, m->logit_rows = o->logit_rows;
+    config->grads = o->grads, m->arena.grads_bf16 = strcmp(o->grads, "bf16") == 0;
 }
 
 // Decides if each layer is updated inside the backward pass, so that layers take turns at the gradients' memory
@@ -909,7 +882,6 @@ static void resolve(Run* run) {
     run->folder.parameters = m->parameters;
     require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, windows);
-    resolve_grads(o, m, config);
     resolve_release(o, m, config);
     require(defaults_choose(o, optim_usual_rate(o->rule), !gpt2_named(o->model), m->dev->gpu, windows, m->error),
             m->error);

@@ -6,7 +6,25 @@
 #include <string.h>
 #include "text.h"
 
-bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error) {
+bool products_choose(Options* o, const char* gpu, int compute, char* error) {
+    if (!gpu && strcmp(o->matmul, "bf16") == 0) {
+        return data_error(error, "--matmul bf16 needs a GPU; type --matmul fp32");
+    }
+    if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
+    return strcmp(o->matmul, "fp8") != 0 || !gpu || compute >= 89 ||
+           data_error(
+               error,
+               "--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16", gpu,
+               compute / 10, compute % 10);
+}
+
+long long default_logit_rows(const Options* o, int64_t rows, bool gpu) {
+    const long long most = o->logit_rows != OPTION_AUTO ? o->logit_rows : gpu ? 8192 : 1024;
+    return most < rows ? most : rows;
+}
+
+bool batch_choose(Options* o, int64_t ranks, int64_t fits, int64_t usual, bool gpu, char* error) {
+    const bool fp8 = strcmp(o->matmul, "fp8") == 0, bf16 = gpu && strcmp(o->matmul, "fp32") != 0;
     const long long T = o->seq, tokens = o->tokens_per_step, sequence = T * ranks;  // tokens of one a rank
     if (o->batch < 0) {
         o->batch = 1;
@@ -28,11 +46,21 @@ bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t
                           tokens, o->batch, T, (long long)ranks, ranks > 1 ? "s" : "", micro, smaller,
                           tokens < micro ? micro : tokens / micro * micro);
     }
-    return rows % unit == 0 ||
-           data_error(
-               error,
-               "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
-               o->batch, T, rows, (long long)(T / unit > 0 ? T / unit * unit : unit));
+    if (fp8 && rows % 16 != 0) {
+        return data_error(
+            error,
+            "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
+            o->batch, T, rows, T / 16 > 0 ? T / 16 * 16 : 16);
+    }
+    o->logit_rows = default_logit_rows(o, rows, gpu);
+    if (fp8 && strcmp(o->head, "fp8") == 0 && o->logit_rows % 16 != 0) {
+        return data_error(
+            error, "--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
+            o->logit_rows, (o->logit_rows + 15) / 16 * 16);
+    }
+    if (strcmp(o->grads, "auto") == 0) o->grads = bf16 && o->tokens_per_step == micro ? "bf16" : "fp32";
+    return bf16 || strcmp(o->grads, "bf16") != 0 ||
+           data_error(error, "--grads bf16 goes with --matmul bf16, and --matmul is %s; type --grads fp32", o->matmul);
 }
 
 static double usual_rate(const Options* o, int64_t step) {

@@ -4,10 +4,16 @@
 #include "options.h"
 C_LINKAGE_BEGIN
 
+// Chooses --matmul for a GPU of this name and compute capability (times 10), NULL: the CPU. Refuses what it cannot do.
+bool products_choose(Options* options, const char* gpu, int compute, char* error);
+// Returns --logit-rows for a micro-batch of so many rows: enough keep the head's matrix products at full rate; on the
+// CPU it is a cache-sized piece.
+long long default_logit_rows(const Options* options, int64_t rows, bool gpu);
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
 // that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
-// micro-batch per rank). The rows of a micro-batch must be a multiple of `unit`, as --matmul fp8 wants.
-bool batch_choose(Options* options, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error);
+// micro-batch per rank). Then --logit-rows, and --grads: bf16 where a step has one micro-batch of bf16, which rounds
+// each gradient once, else fp32. With --matmul fp8, products need multiples of 16 rows.
+bool batch_choose(Options* options, int64_t ranks, int64_t fits, int64_t usual, bool gpu, char* error);
 
 // A run was resumed at `step` with a larger rate, to which it rises from `lr` over as many steps as a warm-up has, or
 // half of those that are left. 0: there was no such resume.

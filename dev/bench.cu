@@ -196,7 +196,6 @@ static MemoryPlan bench_plan(const Device* dev, Options* o, Model* m, OptimConfi
     resolve_model(o, m, bytes ? 256 : 50257, bytes, "", false);
     require(resolve_optim(o, m, config), m->error);
     resolve_batch(o, m, config, bytes, 1 << 20);
-    resolve_grads(o, m, config);
     resolve_release(o, m, config);
     require(defaults_choose(o, 1, false, true, 1 << 20, m->error), m->error);
     optim_set_options(config, &o->of_rule);
