@@ -889,50 +889,15 @@ static void resolve(Run* run) {
     optim_set_options(config, &o->of_rule), config->lr_max = (float)o->lr;
 }
 
-// The banner, and whether the plan fits.
-
-static void print_plan(Run* run, const MemoryPlan* plan) {
-    const Options* o = run->options;
-    const Model* m = run->model;
-    RunFolder* folder = &run->folder;
-    const int world = m->launch->world;
-    char text[256];
-    run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
-            o->channels, o->heads, (long long)m->parameters);
-    run_say(folder, " device   %s\n", device_describe(m->dev, m->arena.type == OPTIM_FP32));
-    if (m->arena.shard) {
-        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, m->launch->source,
-                comm_describe(&m->arena.shard->comm), o->shard, o->grads);
-    }
-    report_data(folder, m->shape.V);
-    optim_describe(&run->config, text, sizeof(text));
-    report_training(folder, text);
-    report_memory(folder, plan);
-    const char* changed = folder->changed;
-    if (changed) run_say(folder, " changed %s\n", changed + (*changed == ';'));
-}
-
 // Returns NULL if the run's plan fits; otherwise a sentence that says what to type.
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const int64_t free = plan->available, sequences = o->tokens_per_step / o->seq / m->launch->world;
-    if (plan->total <= free) return nullptr;
-    const double have = (double)free / (1 << 30);
-    const char* less = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
-    int64_t fits = largest_batch(m, &run->config, asked, o->batch, free);
-    while (fits > 0 && sequences % fits != 0) fits--;
-    // `less` is advice only where it is enough.
-    const bool enough = memory_plan(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= free;
-    if (fits > 0) {
-        return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
-                           o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
-                           enough ? ", or " : "", enough ? less : "");
-    }
-    return text_format(
-        "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
-        "a smaller --preset",
-        have, m->dev->name, enough ? text_kept("type %s --batch 1, or ", less) : "");
+    if (plan->total <= plan->available) return nullptr;
+    int64_t fits = largest_batch(m, &run->config, asked, o->batch, plan->available);
+    while (fits > 0 && o->tokens_per_step / o->seq / m->launch->world % fits != 0) fits--;
+    const bool less = memory_plan(m, &run->config, asked, fits > 0 ? 0 : 1, true).total <= plan->available;
+    return report_lack(o, plan, m->dev->name, fits, less);
 }
 
 // --fit (data/fit.h).
@@ -1195,7 +1160,8 @@ static int train_main(Options* o, const Launch* launch) {
     run.step.flops = gpt2_flops(model.parameters, model.shape.L, model.shape.C, model.T), run.step.gpu = run.dev.gpu;
     run.step.peak = launch->world * device_peak(&run.dev, model.arena.type == OPTIM_FP32);
     run.step.memory = plan.total;
-    print_plan(&run, &plan);
+    report_banner(&run.folder, model.shape.V, device_describe(&run.dev, model.arena.type == OPTIM_FP32),
+                  model.arena.shard ? comm_describe(&run.shard.comm) : nullptr, optim_describe(&run.config), &plan);
     const bool done = run.folder.resumed && run.folder.state.step >= o->steps;
     const char* lacks = done ? nullptr : plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);

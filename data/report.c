@@ -20,7 +20,7 @@ static const char* text_duration(double seconds) {
     return text_kept("%lldh%02lldm", s / 3600, s / 60 % 60);
 }
 
-void report_data(RunFolder* run, int V) {
+static void report_data(RunFolder* run, int V) {
     const Dataset *train = &run->train_data, *val = &run->val_data, *const parts[] = {train, val};
     const int T = (int)run->options->seq;
     const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
@@ -40,7 +40,7 @@ void report_data(RunFolder* run, int V) {
     }
 }
 
-void report_training(RunFolder* run, const char* optimizer) {
+static void report_training(RunFolder* run, const char* optimizer) {
     const Options* o = run->options;
     const int world = run->ranks;
     const long long tokens = o->tokens_per_step, batch = o->batch, seq = o->seq, steps = o->steps,
@@ -70,8 +70,17 @@ void report_training(RunFolder* run, const char* optimizer) {
             rise > 0 ? text_kept(", momentum from 0.85 in %lld steps", rise) : "");
 }
 
-void report_memory(RunFolder* run, const MemoryPlan* memory) {
+void report_banner(RunFolder* run, int V, const char* device, const char* ranks, const char* optimizer,
+                   const MemoryPlan* memory) {
     const Options* o = run->options;
+    const char* changed = run->changed;
+    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
+            o->channels, o->heads, (long long)run->parameters);
+    run_say(run, " device   %s\n", device);
+    if (ranks)
+        run_say(run, " ranks    %d, %s  shard %s  gradients sent as %s\n", run->ranks, ranks, o->shard, o->grads);
+    report_data(run, V);
+    report_training(run, optimizer);
     const bool several = run->ranks > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
@@ -84,6 +93,21 @@ void report_memory(RunFolder* run, const MemoryPlan* memory) {
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)run->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
             large ? "GiB" : "MiB", (double)memory->available / (1 << 30), o->matmul, o->recompute, each);
+    if (changed) run_say(run, " changed %s\n", changed + (*changed == ';'));
+}
+
+const char* report_lack(const Options* o, const MemoryPlan* plan, const char* device, int64_t fits, bool less) {
+    const double have = (double)plan->available / (1 << 30);
+    const char* type = strcmp(o->recompute, "block") == 0 ? "--kept-blocks 1" : "--recompute block";
+    if (fits > 0) {
+        return text_kept("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
+                         o->batch, (double)plan->total / (1 << 30), have, device, (long long)fits, less ? ", or " : "",
+                         less ? type : "");
+    }
+    return text_kept(
+        "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
+        "a smaller --preset",
+        have, device, less ? text_kept("type %s --batch 1, or ", type) : "");
 }
 
 const char* run_identity(const RunFolder* run) {

@@ -5,11 +5,14 @@
 #include "run_folder.h"
 C_LINKAGE_BEGIN
 
-// Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
-// much of it is trained; the optimizer and the schedule; and the memory.
-void report_data(RunFolder* run, int V);
-void report_training(RunFolder* run, const char* optimizer);
-void report_memory(RunFolder* run, const MemoryPlan* plan);
+// Prints the banner, from the resolved options, for a model of V tokens: the model; the device and, if there are
+// several (NULL: one), the ranks, as described; the data, what is left out of it and how much of it is trained; the
+// optimizer, as described, and the schedule; the memory; and what a resume has changed.
+void report_banner(RunFolder* run, int V, const char* device, const char* ranks, const char* optimizer,
+                   const MemoryPlan* plan);
+// Returns a sentence about a plan for which `device` has not enough memory, with what to type: --batch `fits` (0: not
+// even one sequence does), or `less`, --recompute block or fewer of its kept blocks, where that is enough.
+const char* report_lack(const Options* options, const MemoryPlan* plan, const char* device, int64_t fits, bool less);
 // Returns a text, which the program keeps, that must be the same on all ranks, or they would wait for one another:
 // whether there is a tokenizer, which changes options; the options but --run, --resume, --data, --val and
 // --join-timeout; and checksums of the checkpoint, the data and what run_folder_open has read. A byte 1 follows each

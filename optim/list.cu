@@ -14,16 +14,14 @@ static double rows_bytes_each(const Rows* rows) {
            format_bytes_each(rows->v);
 }
 
-void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
-    Rows rows = config_rows(config);
-    int used = snprintf(line, bytes, "%s  weights %s  grads %s  m %s", rows.rule->name, rows.weights->name,
-                        rows.grads->name, rows.m->name);
-    if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
-    const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0);
-    if (has_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    const bool low = is_low_rank(rows.rule);
-    snprintf(line + used, bytes - used, "%s  %.4g B/param%s", low ? " (of a projection)" : "", rows_bytes_each(&rows),
-             low ? " without these" : "");
+const char* optim_describe(const OptimConfig* config) {
+    const Rows rows = config_rows(config);
+    const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0),
+               slow = rows.rule->keeps_slow, low = is_low_rank(rows.rule);
+    return text_kept("%s  weights %s  grads %s  m %s%s%s%s%s%s  %.4g B/param%s", rows.rule->name, rows.weights->name,
+                     rows.grads->name, rows.m->name, slow ? "  slow " : "", slow ? rows.m->name : "",
+                     has_v ? "  v " : "", has_v ? rows.v->name : "", low ? " (of a projection)" : "",
+                     rows_bytes_each(&rows), low ? " without these" : "");
 }
 
 static void list_row(FILE* file, const FormatRow* row) {

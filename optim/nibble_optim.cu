@@ -216,7 +216,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     require_weights(optim, plan);
     require_decoupled(optim, plan);
     placed_create(&optim->tables, optim->optim, optim->compute, optim->placed);
-    optim_describe(config, optim->describe, sizeof(optim->describe));
+    snprintf(optim->describe, sizeof(optim->describe), "%s", optim_describe(config));
 }
 
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {

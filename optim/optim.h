@@ -121,9 +121,9 @@ double optim_usual_rate(const char* rule);
 OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                        OptimType compute);
 
-// Writes one line for the banner: "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param". The figure
-// counts the weights and states of tensors without overrides; it leaves out gradients and the compute copy.
-void optim_describe(const OptimConfig* config, char* line, size_t line_bytes);
+// Returns a line for the banner (text_kept): "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param". The
+// figure counts the weights and states of tensors without overrides; it leaves out gradients and the compute copy.
+const char* optim_describe(const OptimConfig* config);
 
 // Makes an optimizer whose weights are zero and whose states encode zero; optim_free frees it. `tensors` are copied;
 // `dev` must outlive the optimizer. Exits on a CUDA error, and with a sentence if a kernel cannot

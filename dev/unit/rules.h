@@ -27,11 +27,8 @@ inline OptimConfig resolved(OptimConfig config) {
     return config;
 }
 
-// These texts are never freed.
 inline const char* described(const OptimConfig& config) {
-    char line[256];
-    optim_describe(&config, line, sizeof(line));
-    return strdup(line);
+    return optim_describe(&config);
 }
 
 // Returns the expression of a step's kernel, or of the kernel `name` for the same types.

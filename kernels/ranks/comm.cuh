@@ -227,7 +227,7 @@ inline void comm_close(Comm* comm) {
     check(cudaStreamDestroy(comm->stream));
 }
 
-// "NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
+// "from torchrun  NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
 inline const char* comm_describe(const Comm* comm) {
     int version = 0;
     const char* how = !comm->dev->gpu ? "messages, a stand-in for tests" : comm->peers ? "by DMA copy engines" : "";
@@ -237,7 +237,8 @@ inline const char* comm_describe(const Comm* comm) {
                           version % 100);
     }
     if (comm->net.world > 1) how = text_format("%d nodes, %s", comm->net.world, how);
-    return !comm->dev->gpu ? how : text_format("%s, %.0f GB/s each way", how, 1e-9 * comm->rate);
+    const char* rate = comm->dev->gpu ? text_kept(", %.0f GB/s each way", 1e-9 * comm->rate) : "";
+    return text_format("from %s  %s%s", comm->launch->source, how, rate);
 }
 
 // Makes the comm's stream wait for the device's stream; the next function does the reverse.
