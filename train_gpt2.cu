@@ -52,8 +52,6 @@
 // Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
 // config.json and what a resume restores and reports.
 
-constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
-
 // Returns the options' optimizer. Names that the preset chooses are "".
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
@@ -479,18 +477,16 @@ static void model_free(Model* m) {
 }
 
 // Runs a micro-batch before any memory has values: it loads kernels, and matmul_choose times its algorithms in the
-// memory of training. With fp8 there are two kinds of step, with an amax history and without.
+// memory of training. With fp8 there are two kinds of step, with an amax history and, as the first one is, without.
 static void warm_up_and_autotune(Model* m, Device* dev) {
     if (!dev->gpu) return;
     dev->warms_up = true;
     input_blank(dev, &m->input);
-    const bool use_current_scaling = m->fp8.use_current_scaling;
     for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
         m->fp8.use_current_scaling = way == 1;
         shard_micro_batch(m->arena.shard, true, true);
         micro_batch(m, m->B, true, true, 1.0f);
     }
-    m->fp8.use_current_scaling = use_current_scaling;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->warms_up = false;
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
@@ -853,18 +849,11 @@ static void resolve_batch(Options* o, Model* m, OptimConfig* config, bool bytes,
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * m->launch->world;
-    char why[DATA_ERROR_BYTES];
-    if (!arena_may_part(&m->arena, config, why)) {
-        if (config->offload) user_error("--offload %s brings states a layer at a time: %s", o->offload, why);
-        user_error("--clip-by %s: %s", o->clip_by, why);
-    }
-    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
-    if (on && !may) user_error("--release on: %s", why);
-    bool fits = off || !may;
-    if (!fits) {
-        const MemoryPlan plan = memory_plan(m, config);
-        fits = plan.total <= plan.available;
-    }
+    require(arena_may_part(&m->arena, config, m->error), m->error);
+    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, m->error);
+    if (on && !may) user_error("--release on: %s", m->error);
+    const MemoryPlan plan = memory_plan(m, config);
+    const bool fits = off || !may || plan.total <= plan.available;
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }
@@ -926,12 +915,8 @@ static int fit_main(const Options* asked) {
     char error[DATA_ERROR_BYTES] = "";
     static Fit fit;
     Device card;
-    fit.asked = asked, fit.model = asked->model, fit.preset = option_given(asked, "preset") ? asked->preset : nullptr;
+    require(fit_open(&fit, asked, error), error);
     for (int i = 0; optim_preset(i); i++) fit.presets[i] = optim_preset(i);
-    fit.folder = checkpoint_model(&fit.model, false, error);
-    require(fit.folder != nullptr, error);
-    fit.vocabulary = *fit.folder ? 0 : 50257;
-    require(!*asked->data || dataset_look(asked, &fit.vocabulary, &fit.bytes, error), error);
     device_imagine(&card, asked->fit);
     while (fit_next(&fit)) fit.row.planned = fit_plan(&fit, &card, error);
     if (!fit_print(&fit)) user_error("--fit lists nothing: %s", error);
@@ -953,8 +938,8 @@ static const char* resume_optim(RunFolder* folder) {
     o->preset = r.config.preset, o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides,
     folder->changed = r.changed;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
-    if (r.other_rule && !option_given(o, "beta3")) o->of_rule.beta3 = AUTO;
-    if (r.other_rule && !option_given(o, "ramp")) o->of_rule.ramp = AUTO;
+    if (r.other_rule && !option_given(o, "beta3")) o->of_rule.beta3 = OPTION_AUTO;
+    if (r.other_rule && !option_given(o, "ramp")) o->of_rule.ramp = OPTION_AUTO;
     return r.asked;
 }
 
@@ -1055,7 +1040,7 @@ static void train(Run* run) {
         run_step(run, &feeder, micro_batches);
         if (is_due(run, o->val_every)) run_validation(run);
         const bool asked = m->arena.shard ? run->scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
-        const bool last = state->step == o->steps, best = o->keep == AUTO && state->best_step == state->step;
+        const bool last = state->step == o->steps, best = o->keep == OPTION_AUTO && state->best_step == state->step;
         due = due || is_due(run, o->save_every);
         // While steps are skipped the weights may be useless, so they must not displace a good checkpoint.
         if (!o->profile && (asked || last || best || stops(m) || (due && state->skipped_last == 0))) {

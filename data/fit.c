@@ -1,6 +1,8 @@
 #include "fit.h"
 #include <stdio.h>
 #include <string.h>
+#include "checkpoint.h"
+#include "loader.h"
 #include "text.h"
 
 // A run gives these up for memory, in this order: --recompute; from the fourth way on, all gradients at a time too.
@@ -17,6 +19,14 @@ enum { PRESET_COUNT = 4, MODEL_COUNT = 9 };
 static bool finds_models(const Fit* fit) {
     const Options* o = fit->asked;
     return !option_given(o, "model") && !option_given(o, "size") && o->layers == OPTION_AUTO && !fit->preset;
+}
+
+bool fit_open(Fit* fit, const Options* asked, char* error) {
+    fit->asked = asked, fit->model = asked->model, fit->preset = option_given(asked, "preset") ? asked->preset : NULL;
+    fit->folder = checkpoint_model(&fit->model, false, error);
+    if (!fit->folder) return false;
+    fit->vocabulary = *fit->folder ? 0 : 50257;
+    return !*asked->data || dataset_look(asked, &fit->vocabulary, &fit->bytes, error);
 }
 
 // Sets the options of a way; false if a typed option excludes it.

@@ -14,8 +14,8 @@ typedef struct {
 } FitRow;
 
 enum { FIT_PRESETS = 80 };
-// The caller sets the first members and zeros the others.
 typedef struct {
+    // fit_open sets these, but for `presets`, which the caller sets.
     const Options* asked;
     const char* model;                 // --model, or the folder that it names
     const char* folder;                // where config.json lies; "" for a shape of nibble's
@@ -28,6 +28,8 @@ typedef struct {
     FitRow best, rows[FIT_PRESETS];  // of the pair of model and preset whose ways are planned; what is printed
     int count, at_preset, at_model, way;
 } Fit;
+// Takes the options that were asked for into a zeroed Fit; false with a sentence if they name no model or no data.
+bool fit_open(Fit* fit, const Options* asked, char* error);
 // Sets `row` to the next way, whose other members the caller then plans; false: there is no more.
 bool fit_next(Fit* fit);
 // Prints the two best choices and a row of figures for each preset or way; without --model, --size, --layers and

@@ -70,9 +70,11 @@ void arena_spread(Arena* a, OptimConfig* config) {
 
 bool arena_may_part(const Arena* a, const OptimConfig* config, char* why) {
     char reason[DATA_ERROR_BYTES];
-    const bool parts = config->offload || a->clip_by != CLIP_STEP;
-    return !parts || optim_releases(config, a->tensors, a->count, reason) ||
-           data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
+    const bool whole = !config->offload && a->clip_by == CLIP_STEP;
+    if (whole || optim_releases(config, a->tensors, a->count, reason)) return true;
+    if (config->offload) return data_error(why, "--offload states is by layers: %s; type --offload none", reason);
+    return data_error(why, "--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_LAST ? "last" : "tensor",
+                      reason);
 }
 
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,

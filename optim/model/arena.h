@@ -70,8 +70,8 @@ void arena_tensors(Arena* arena, int count);
 // with a sentence if there are more ranks than tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
-// Returns false with a reason and what to type in `why` if --clip-by or --offload asks for steps by parts, and the rule
-// does not allow them.
+// Returns false with a sentence in `why` if --clip-by or --offload asks for steps by parts, and the rule does not allow
+// them.
 bool arena_may_part(const Arena* arena, const OptimConfig* config, char* why);
 // Returns true if the gradients of parts can take turns in memory. A step has `tokens` tokens, and one micro-batch of
 // all ranks has `micro`. Otherwise writes a reason and what to type into `why`.
