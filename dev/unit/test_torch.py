@@ -59,7 +59,7 @@ def parameter(*shape):
 def give(params, number=1):
     """Gives the parameters gradients, which depend on a step's number."""
     for i, p in enumerate(params):
-        p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel())) ** 2).view(p.shape).to(p.dtype)
+        p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel())) ** 2).view(p.shape).to(p)
 
 
 def same(a, b):

@@ -258,6 +258,15 @@ def test_torch_flashoptim_of_a_model():
     sum((0 * p).sum() for p in params).backward()  # which no longer steps, and leaves gradients
     optimizer.step()
     assert not any(p.grad.any() or optimizer.state[p][key].quantized.any() for p in params for key in ("exp_avg", "exp_avg_sq"))
+    params, asked = halves(), []
+    optimizer = flashoptim.FlashLion(params, lr=1e-9, check_numerics=True)
+    flashoptim.enable_gradient_release(torch.nn.ParameterList(params), optimizer,
+                                       pre_step=lambda p, group: asked.append(group["lr"]) or p.dim() > 1)
+    raises(flashoptim.NumericsError, "with 8 bits more", sum((p * p).sum() for p in params).backward)
+    optimizer.param_groups[0]["lr"] = 0.1
+    before = [p.detach().clone() for p in params]
+    sum((p * p).sum() for p in params).backward()
+    assert asked[-2:] == [0.1, 0.1] and [torch.equal(p, q) for p, q in zip(params, before)] == [False, True]
 
 
 def halves(dtype=None):

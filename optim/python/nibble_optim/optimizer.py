@@ -553,14 +553,15 @@ class Optimizer(torch.optim.Optimizer):
 
     # In the backward pass.
 
-    def step_in_backward(self):
-        """From now on steps each parameter as soon as its gradient is complete, and releases the gradient. step() and
-        zero_grad() then do nothing, except for parameters that are frozen now and are not later. This does not work
+    def step_in_backward(self, pre_step=None):
+        """From now on steps each parameter as soon as its gradient is complete, unless pre_step(parameter, its group) is
+        given and false, and releases the gradient. step() and zero_grad() then do nothing, except for parameters that
+        are frozen now and are not later. This does not work
         with DDP, which is refused in the backward pass, gradient accumulation, clipping or a GradScaler, whose scaled
         gradients would reach the weights before it looks at them."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
-        self._apart = {}
+        self._apart, self._pre_step = {}, pre_step
         try:
             self._check()
         except ValueError:
@@ -575,11 +576,13 @@ class Optimizer(torch.optim.Optimizer):
             if not self._unwrapped:
                 _require_no_wrapper(set(self._flat))
                 self._unwrapped = True
-            with torch.no_grad():
-                self._step([param], [param.grad])
+            if pre_step is None or pre_step(param, groups[param]):
+                with torch.no_grad():
+                    self._step([param], [param.grad])
             param.grad = None
 
-        active = not self._apart or bool(self._hooks)  # nobody has removed the hooks
+        active, pre_step = not self._apart or bool(self._hooks), self._pre_step  # inactive: somebody has removed the hooks
+        groups = {p: group for group in self.param_groups for p in group["params"]}
         self._flatten()
         for p in self._flat[len(self._apart):]:
             self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)

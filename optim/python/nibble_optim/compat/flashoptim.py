@@ -4,6 +4,7 @@ master_param in fp32, which torch's optimizers take, and those here of any forma
 has dampening."""
 import fnmatch
 import functools
+import math
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -38,6 +39,8 @@ def _settings(name, rule, keeps_v):
         if bits not in _WEIGHTS:
             raise ValueError(f"{name}: master_weight_bits={bits} was found; take 24, 32 or None")
         optimizer._bf16_weights, optimizer._compresses = _WEIGHTS[bits], values.pop("compress_state_dict")
+        optimizer._check_numerics, optimizer._low_bits = values.pop("check_numerics"), (bits or 16) - 16
+        optimizer._least_step = 0.1 if keeps_v else 1.0  # over the rate; adam's is flashoptim's estimate
         optimizer._answer = functools.partial(_answer, torch.int8 if bits == 24 else torch.int16)
         m, v = ("soft8/32", "sqrt8/32") if quantize else ("fp32", "fp32")
         its = dict(m=m, v=v if keeps_v else None)
@@ -47,6 +50,31 @@ def _settings(name, rule, keeps_v):
             its.update(decay_mode="independent", lr_max=values["lr"])
         return its
     return settings
+
+
+class NumericsError(RuntimeError):
+    """The rate is too small to change a parameter's largest values."""
+
+
+def recompute_param_stats(self):
+    """Forgets the largest magnitude of each parameter, so that check_numerics finds them anew in the next step."""
+    vars(self).pop("_largest", None)
+
+
+def _step(self, params, grads):
+    """With check_numerics, refuses a rate whose steps are below 1 / 0.49 of the gap between a parameter's largest values."""
+    given = dict(zip(params, grads)) if self._check_numerics else {}
+    most = vars(self).setdefault("_largest", {}) if given else {}
+    for p, rate in ((p, group["lr"]) for group in self.param_groups for p in group["params"] if given.get(p) is not None):
+        if p not in most:
+            most[p] = float(_local(p.detach()).abs().max()) if p.numel() else 0.0
+        bits = self._low_bits if p.dtype is not torch.float32 else 0
+        if rate > 0 and 0 < most[p] < math.inf:
+            least = torch.finfo(p.dtype).eps / 0.49 * 2.0 ** (math.floor(math.log2(most[p])) - bits)
+            if self._least_step * rate < least:
+                raise NumericsError(f"lr={rate:.3g} may be too small to change weights of {p.dtype} with {bits} bits more that "
+                                    f"reach {most[p]:.3g}: steps of {least:.3g} change them; raise lr, or leave check_numerics out")
+    Optimizer._step(self, params, grads)
 
 
 class Moment:
@@ -143,7 +171,7 @@ for _name, _rule, _signature, _keeps_v in [
     _kind = globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
     _kind._lr_factor, _kind._decouples, _kind._sgd = _damped_factor, _rule == "sgdw", {}
     _kind._ensure_state_initialized = lambda self, param, hparams=None: self._make_all()
-    for _method in (state_dict, get_fp32_model_state_dict, set_fp32_model_state_dict):
+    for _method in (state_dict, get_fp32_model_state_dict, set_fp32_model_state_dict, recompute_param_stats, _step):
         setattr(_kind, _method.__name__, _method)
 
 
@@ -176,11 +204,12 @@ def cast_model(model, dtype=torch.bfloat16, selective=True, full_precision_layer
 
 
 def enable_gradient_release(model, optimizer, *, grad_scaler=None, pre_step=None):
-    """Steps each parameter of the optimizer in the backward pass, until remove() of what it returns is called."""
+    """Steps each parameter of the optimizer in the backward pass, until remove() of what it returns is called. A
+    parameter is left alone where pre_step(parameter, its group) is false."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError("enable_gradient_release does not work with DistributedDataParallel; take fully_shard")
-    if grad_scaler is not None or pre_step is not None:
-        raise ValueError("enable_gradient_release: grad_scaler and pre_step are not there; leave them out")
-    hooks = optimizer.step_in_backward()._hooks
+    if grad_scaler is not None:
+        raise NotImplementedError("enable_gradient_release: grad_scaler is not there; leave it out")
+    hooks = optimizer.step_in_backward(pre_step)._hooks
     return type("GradientReleaseHandle", (), {"active": property(lambda self: bool(hooks)),
                                                "remove": lambda self: [hooks.pop().remove() for _ in tuple(hooks)]})()
