@@ -15,12 +15,14 @@ C_LINKAGE_BEGIN
 //     typed default  the trainer's; "auto": data/schedule.h chooses it
 //     low, high      range of a number
 //     needs          "rule=" and the rules that read the option, which is refused beside others; "": any may
+// HYPER_OPTIONS are numbers that the kernels of rules read, each as a float hyper.FIELD (optim/rules/hyper.cuh).
+#define HYPER_OPTIONS(ROW) ROW(REAL, eps, 1e-8, "eps", "1e-8", 0, 1, "F", "", "added to the root of v")
 #define RULE_OPTIONS(ROW)                                                                                              \
     ROW(REAL, beta1, 0.9, "beta1", "0.9", 0, 0.99999995, "F", "", "decay of m")                                        \
     ROW(REAL, beta2, 0.95, "beta2", "auto", 0, 0.99999995, "F", "",                                                    \
         "decay of v; auto: it halves in 10M tokens or a twentieth of the run, at least 0.95; 0.95 if v is not "        \
         "adamw's or has @dq8")                                                                                         \
-    ROW(REAL, eps, 1e-8, "eps", "1e-8", 0, 1, "F", "", "added to the root of v")                                       \
+    HYPER_OPTIONS(ROW)                                                                                                 \
     ROW(REAL, weight_decay, 0.1, "weight-decay", "auto", 0, 1e38, "F", "",                                             \
         "of matrices and embeddings; auto: 0.1; muon, normuon: 4 / (steps x lr), from 0.05 to 0.4")                    \
     ROW(CHOICE, decay_mode, "coupled", "decay-mode", "coupled", 0, 0, "coupled|independent|falling|cautious", "",      \

@@ -18,6 +18,7 @@ import math
 import re
 import subprocess
 import sys
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
@@ -205,10 +206,28 @@ def speeds():
     return one, two
 
 
+def names_in(table):
+    """Returns the first cells of a table of optim/README.md."""
+    return re.findall(r"^\| (`.*?) \|", table_of((ROOT / OPTIM).read_text(), table)[1], re.M)
+
+
+def unlisted(table, heading, cells):
+    """Returns a row for each name that ./train lists and a table of optim/README.md lacks; `cells` makes it of columns."""
+    shown = re.findall(r"`([\w-]+)", " ".join(names_in(table))) + ["name", "NAME"]  # the list's own words
+    new = {name: columns for name, columns in listed("--list-formats", heading).items() if re.fullmatch(r"[\w-]+", name)}
+    return {f"`{name}` |": cells(*columns) for name, columns in new.items() if name not in shown}
+
+
+def state_cells(_, block, size, *words):
+    """Returns a row of the states, whose note begins with what it is for."""
+    uses, note = re.fullmatch(r"(?:for (m or v|[mv])\W*)?(.*)", " ".join(words)).groups()
+    return [(uses or "m or v").replace(" or", ","), block, rounded(float(size), 3), note]
+
+
 def formats(name, heading, digits, cells_after):
     """Returns the rows of a table of optim/README.md: {formats: their block, bytes}."""
     rows = {}
-    for row in re.findall(r"^\| (`.*?) \|", table_of((ROOT / OPTIM).read_text(), name)[1], re.M):
+    for row in names_in(name):
         columns = [listed("--list-formats", heading).get(each) for each in re.findall(r"`([^`]+)`", row)]
         sizes = [rounded(float(each[2]), digits).rstrip("0").rstrip(".") for each in columns if each]
         figures = [", ".join(sizes if len(set(sizes)) > 1 else sizes[:1])]
@@ -268,7 +287,9 @@ def tables():
         "speed_fp8": speed_fp8,
         "copy": copy,
         "weights": formats("weights", "--weights", 2, 2),
-        "states": formats("states", "--m, --v", 3, 1),
+        "states": formats("states", "--m, --v", 3, 1) | unlisted("states", "--m, --v", state_cells),
+        "rule_names": {f"{row} |": [None] for row in names_in("rule_names")} |
+                      unlisted("rule_names", "--rule\n", lambda *words: ["", " ".join(words)]),
     }
 
 
@@ -395,6 +416,8 @@ def with_table(text, name, rows):
     left = set(range(len(lines)))
     for begin, figures in rows.items():
         which = [i for i, line in enumerate(lines) if f"| {begin}" in line]
+        if not which and len(figures) == columns - 1:  # a new row
+            which, lines = [len(lines)], [*lines, f"| {begin}"]
         if len(which) != 1:
             raise Problem(f"{len(which)} rows of the table {name} have a cell that begins with {begin!r}, not one")
         cells = [cell.strip() for cell in lines[which[0]][1:-1].split("|")]
@@ -441,10 +464,12 @@ def main():
     for path in SENTENCES:
         old = sys.stdin.read() if path in typed else (ROOT / path).read_text()
         new = with_figures(path, old, made, figures)
-        for i, (was, now) in enumerate(zip(old.splitlines(), new.splitlines()), 1):
-            if was != now:
+        was, now = old.splitlines(), new.splitlines()
+        for kind, i, end, first, last in SequenceMatcher(None, was, now, autojunk=False).get_opcodes():
+            if kind != "equal":
                 differ += 1
-                print(f"{path}:{i}\n    has     {was}\n    results {now}")
+                lines = [f"    has     {line}" for line in was[i:end]] + [f"    results {line}" for line in now[first:last]]
+                print(f"{path}:{i + 1}", *lines, sep="\n")
         if new != old and not check:
             (ROOT / path).write_text(new)
     if made:

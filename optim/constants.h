@@ -45,16 +45,13 @@ OPTIM_INLINE double exponential(double y) {
     return 1.0 + sum;
 }
 
-// The numbers from which the constants of any step are computed.
-struct HyperSource {
-    float beta1, beta2, beta3, alpha, eps, lr_max;
-    double beta2_decay;
-    int64_t ramp, momentum_warmup;
+// The numbers from which the constants of any step are computed. A device cannot read the options that are texts.
+struct HyperSource : RuleOptions {
+    float lr_max;
     Settings settings;
     RowRule rows;
     bool independent, falls, cautious;  // --decay-mode
     bool keeps_m;                       // false: adafactor without m
-    bool nesterov;                      // the direction is g + beta1 (m - g); false: it is m
     bool relative;                      // the learning rate is at most 1 / sqrt(step)
     bool grows;                         // RuleDefaults::GROWS
     bool of_norm;                       // of the update whose norm --limit-growth limits: the learning rate is 1
@@ -63,16 +60,14 @@ struct HyperSource {
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
     const RuleRow* rule = rule_of(config);
     HyperSource from = {};
-    from.beta1 = (float)config->beta1, from.beta2 = (float)config->beta2, from.beta3 = (float)config->beta3;
-    from.alpha = (float)config->alpha, from.eps = (float)config->eps, from.lr_max = config->lr_max;
+    (RuleOptions&)from = *config;
     from.beta2_decay = round(1e6 * config->beta2_decay) / 1e6;  // fp32 made -0.8 into -0.800000012; round it back
-    from.ramp = config->ramp, from.momentum_warmup = config->momentum_warmup;
-    from.settings = *settings, from.rows = rule->rows, from.grows = rule->grows;
-    from.independent = strcmp(config->decay_mode, "independent") == 0;
-    from.cautious = strcmp(config->decay_mode, "cautious") == 0;
-    from.falls = from.cautious || strcmp(config->decay_mode, "falling") == 0;
+    from.lr_max = config->lr_max, from.settings = *settings, from.rows = rule->rows, from.grows = rule->grows;
+    const auto decays = [=](const char* mode) { return strcmp(config->decay_mode, mode) == 0; };
+    from.independent = decays("independent"), from.cautious = decays("cautious");
+    from.falls = from.cautious || decays("falling");
     from.keeps_m = strcmp(config->m, none_row()->name) != 0;
-    from.nesterov = config->nesterov, from.relative = has_adafactor_lr(config, "relative");
+    from.relative = has_adafactor_lr(config, "relative");
     return from;
 }
 
@@ -89,8 +84,8 @@ OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* bet
     if (step >= from.ramp) return;
     double done = (double)step / (double)from.ramp;
     *alpha *= done;
-    if (from.beta3 <= from.beta1 || from.beta3 <= 0.0f) return;
-    double start = from.beta1 > 0.0f ? 1.0 / logarithm(from.beta1) : 0.0;
+    if (from.beta3 <= from.beta1 || from.beta3 <= 0.0) return;
+    double start = from.beta1 > 0.0 ? 1.0 / logarithm(from.beta1) : 0.0;
     *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(from.beta3)));
 }
 
@@ -124,6 +119,8 @@ OPTIM_INLINE void factored_create(const HyperSource& from, int64_t step, double 
     hyper->root2 = 1.0f;
 }
 
+#define HYPER_SET(KIND, FIELD, ...) hyper.FIELD = (float)from.FIELD;
+
 // Returns the constants of step number `step` (from 1) for the learning rate `rate`.
 OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {
     double beta1 = beta1_at(from, step), beta2 = from.beta2, beta3, alpha;
@@ -144,10 +141,10 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.beta1 = (float)beta1;
     hyper.one_minus_beta1 = (float)(1.0 - beta1);
     hyper.nesterov_beta = from.nesterov ? hyper.beta1 : 1.0f;
-    hyper.beta2 = from.beta2;
+    hyper.beta2 = (float)from.beta2;
     hyper.one_minus_beta2 = one_minus_beta2_at(beta2, step);
     hyper.root2 = (float)bias_root(beta2, step);
-    hyper.eps = from.eps;
+    HYPER_OPTIONS(HYPER_SET)
     hyper.beta3 = (float)beta3;
     hyper.one_minus_beta3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
@@ -161,8 +158,4 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     if (from.rows == ROWS_ADAFACTOR || is_package(from.rows)) factored_create(from, step, bias1, &hyper);
     return hyper;
-}
-
-inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
-    return hyper_create(hyper_source(config, settings), rate, step);
 }

@@ -4,13 +4,15 @@
 // below alone decide which files are embedded. Therefore make's dependencies are right, and a new format needs no line
 // here.
 #include "../data/files.h"
+#include "../data/rule_options.h"
 #include "../kernels/common.cuh"
 #include "jit.h"
 
 #ifndef __CUDA_ARCH__
-#define EMBED_SOURCE                                                                                         \
-    asm(".pushsection optim_sources, \"a\"\n.ascii \"#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__ \
-        "\"\n.popsection\n");
+#define EMBED(WHAT) asm(".pushsection optim_sources, \"a\"\n.ascii \"" WHAT "\"\n.popsection\n");
+#define EMBED_SOURCE EMBED("#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__)
+#define HYPER_ROW(KIND, FIELD, ...) " ROW(" #KIND ", " #FIELD ")"
+EMBED("#define HYPER_OPTIONS(ROW)" HYPER_OPTIONS(HYPER_ROW) "\\n")
 #endif
 #include "persistent.cuh"
 #include "rows/sums.cuh"

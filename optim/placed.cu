@@ -354,9 +354,8 @@ static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* grou
 // Returns the source of the constants of a caller's group under a plan's settings.
 static HyperSource run_source(const OptimConfig* config, const NibbleGroup* group, const Settings* settings) {
     const OptimConfig own = run_config(config, group);
-    // The plan's decay is -1 times a factor where the caller's group has it.
-    const double decay = settings->decay < 0.0 ? -settings->decay * group->weight_decay : settings->decay;
-    const Settings used = {settings->lr, decay};
+    Settings used = *settings;  // the plan's decay is -1 times a factor where the caller's group has it
+    if (used.decay < 0.0) used.decay *= -group->weight_decay;
     return hyper_source(&own, &used);
 }
 

@@ -32,12 +32,24 @@ static bool same_array(const OptimRun* a, const OptimRun* b, const char* name) {
     return x.data && x.elements == y.elements && same_bytes(a, x.data, b, y.data, x.elements * x.element_bytes);
 }
 
+// True if a block whose largest is -1 comes back smaller, since the format has no such level, as dyn8 and de4.
+static bool lacks_minus_one(const FormatRow* row) {
+    alignas(64) static char codes[4 * TILE_ELEMENTS], scales[4 * TILE_ELEMENTS], table[65536];
+    static float x[TILE_ELEMENTS];
+    const Streams streams = {codes, scales, table};
+    x[0] = -1.0f;
+    if (row->table_bytes) row->fill(table);
+    row->store(streams, 0, x, TILE_ELEMENTS, NoiseKey{});
+    row->load(streams, 0, x, TILE_ELEMENTS, NoiseKey{});
+    return row->has_sign && x[0] != -1.0f;
+}
+
 // True if values of the format may move when they are stored again. A block's largest may come back smaller, and its
-// scale with it: dyn8 and de4 have no -1, and a scale rounded up to 8 bits leaves the largest a level
-// below the last. adalog8's scale is the logarithm of a level, which is rounded, and that of a tensor a quotient.
+// scale with it: the format may lack -1, and a scale rounded up to 8 bits leaves the largest a level below the last.
+// adalog8's scale is the logarithm of a level, which is rounded, and that of a tensor a quotient.
 static bool may_move(const char* name) {
-    return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@dq8") ||
-           strncmp(name, "adalog8", 7) == 0 || in_spans(name);
+    return strstr(name, "@dq8") || strncmp(name, "adalog8", 7) == 0 || in_spans(name) ||
+           lacks_minus_one(find_state(name));
 }
 
 // Every state format from fp32, in m (where it has a sign) and v, as the format without noise has it, and again.

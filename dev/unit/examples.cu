@@ -71,7 +71,7 @@ TEST(examples_rule_is_its_formula) {
     for (int i = 0; i < ELEMENTS; i++) {
         float mine[3] = {start(i)}, its[3] = {start(i)}, slow, root;  // p, m, v
         for (int step = 1; step <= STEPS; step++) {
-            const Hyper hyper = hyper_create(&c, &settings, lr, step);
+            const Hyper hyper = hyper_create(hyper_source(&c, &settings), lr, step);
             const float g = gradient(step, i);
             EachElement<example::MyRule>::update(hyper, mine, &g, mine + 1, mine + 2, &slow, &root, 1);
             EachElement<NAdamW>::update(hyper, its, &g, its + 1, its + 2, &slow, &root, 1);

@@ -255,6 +255,7 @@ struct Image {
 
     Streams streams() { return {codes, scales, table, third, next, &span}; }
     int bits() const { return row->stream[0].bits; }
+    int code(int i) const { return bits() == 8 ? (uint8_t)codes[i] : codes[i / 2] >> (i % 2 ? 0 : 4) & 15; }
     bool named(const char* part) const { return strstr(row->name, part) != nullptr; }
     bool roots() const { return named("sqrt"); }
 
@@ -286,7 +287,7 @@ static void shared_tops(const Image& image, const float* x, float* top) {
     }
 }
 
-// The codes of 8 bits that a row writes for the largest of a block: of 128 mantissas, of both signs.
+// The codes that a row writes for the largest of a block: of 128 mantissas, of both signs.
 static void mark_largest(const FormatRow* row, bool is_v, bool* written) {
     static Image image;
     static float x[N], back[N];
@@ -297,7 +298,7 @@ static void mark_largest(const FormatRow* row, bool is_v, bool* written) {
     for (int mantissa = 128; mantissa < 256; mantissa += N / run) {
         for (int i = 0; i < N; i++) x[i] = (float)(mantissa + i / run) * (i % 2 && !is_v ? -1.0f : 1.0f);
         image.store(x, back, NoiseKey{5, 1, NOISE_M});
-        for (int i = 0; i < N; i += i % 2 ? run - 1 : 1) written[(uint8_t)image.codes[i]] = true;
+        for (int i = 0; i < N; i += i % 2 ? run - 1 : 1) written[image.code(i)] = true;
     }
 }
 
@@ -307,10 +308,10 @@ static std::vector<std::vector<double>> stored_levels(Image* image, bool is_v) {
     static float of_code[256][N];
     std::vector<char> kept(image->codes, image->codes + sizeof(image->codes));
     std::vector<std::vector<double>> levels(N);
-    const int codes = image->bits() == 8 ? 256 : 16;
+    const int codes = 1 << image->bits();
     bool written[256] = {};
-    if (codes == 256) mark_largest(image->row, is_v, written);
-    for (int i = 0; i < N && codes == 256; i++) written[(uint8_t)kept[i]] = true;
+    mark_largest(image->row, is_v, written);
+    for (int i = 0; i < N; i++) written[image->code(i)] = true;
     for (int code = 0; code < codes; code++) {
         memset(image->codes, codes == 256 ? code : code * 17, N);
         image->row->load(image->streams(), 0, of_code[code], N, NoiseKey{});
@@ -318,7 +319,7 @@ static std::vector<std::vector<double>> stored_levels(Image* image, bool is_v) {
     for (int i = 0; i < N; i++) {
         float low = INFINITY, high = -INFINITY;
         for (int code = 0; code < codes; code++) {
-            if (codes == 256 && !written[code]) continue;
+            if (!written[code]) continue;
             low = fminf(low, of_code[code][i]), high = fmaxf(high, of_code[code][i]);
         }
         for (int code = 0; code < codes; code++) {

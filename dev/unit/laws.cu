@@ -227,6 +227,23 @@ static void expect_numbers(Test* test, const OptimRun* run, const char* slot, co
     }
 }
 
+// Gives the codes of padding in v to another run. They are the least level; a step decodes and encodes them as it does
+// its elements, and a load encodes zeros. Both are the least level again unless a block's scale halves in a step, as
+// powers of two do: then twice the least level is nearer to the next one, in formats whose first levels lie so close.
+static void give_padding(const OptimRun* from, OptimRun* to) {
+    const int64_t bits = find_state(to->config.v)->stream[0].bits;
+    const char* codes = (const char*)optim_stream_named(from->optim, "v").data;
+    char* others = (char*)optim_stream_named(to->optim, "v").data;
+    for (int t = 0; t < to->count; t++) {
+        const OptimTensor& tensor = to->tensor[t];
+        for (int64_t i = tensor.rows * tensor.cols; i < tensor_padded(&tensor); i++) {
+            const int64_t at = (tensor.offset + i) * bits / 8;
+            const int mask = bits == 8 ? 255 : i % 2 ? 15 : 240;
+            others[at] = (char)((codes[at] & mask) | (others[at] & ~mask));
+        }
+    }
+}
+
 // A step in a format that rounds to nearest is a step in fp32 of what it holds, rounded to the format: from an fp32 run
 // that is loaded from it and stepped, it is loaded again.
 static void check_narrow(Test* test, const char* weights, const char* m, const char* v, const char* overrides = "") {
@@ -241,6 +258,7 @@ static void check_narrow(Test* test, const char* weights, const char* m, const c
         expect_load(test, &exact, &run);
         for (OptimRun* each : {&run, &exact}) run_steps(each, step, step);
         expect_load(test, &again, &exact);
+        if (strstr(v, "@e8m0")) give_padding(&run, &again);
         expect_same(test, &run, &again, formatted("%s, step %d", what, step));
     }
     const float *m_now = (const float*)run_array(&exact, "m"), *p = (const float*)run_array(&exact, "weights");
@@ -252,10 +270,7 @@ static void check_narrow(Test* test, const char* weights, const char* m, const c
 TEST(laws_narrow) {
     for (const char* name : STATE_NAMES) {
         const bool usual = *find_row(state_table(), name)->note || strchr(name, '@') || strstr(name, "/2048");
-        // adanf4 serves m. As v it gives padding the level above zero, which then moves with a scale of powers of two.
-        const bool serves_v = strncmp(name, "adanf4", 6) != 0;
-        if (usual && !strstr(name, ":sr"))
-            check_narrow(test, "fp32", serves_m(name) ? name : "fp32", serves_v ? name : "fp32");
+        if (usual && !strstr(name, ":sr")) check_narrow(test, "fp32", serves_m(name) ? name : "fp32", name);
     }
     for (const char* name : WEIGHTS_NAMES) {
         if (!strstr(name, ":sr") && !strstr(name, ":ef")) check_narrow(test, name, "fp32", "fp32");

@@ -26,7 +26,8 @@ TEST(rules_usual_beta3) {
         config.beta1 = beta1;
         const double start = log((double)beta1), end = log((double)config.beta3),
                      want = exp(12 * start * end / (9 * end + 3 * start));
-        expect(fabs(hyper_create(&config, &settings, 1.0, 3).beta3 / want - 1.0) < 1e-7, "beta1 %g", (double)beta1);
+        expect(fabs(hyper_create(hyper_source(&config, &settings), 1.0, 3).beta3 / want - 1.0) < 1e-7, "beta1 %g",
+               (double)beta1);
     }
 }
 

@@ -544,7 +544,7 @@ static void divide_by_factors(const LowStep* low, const LowMatrix* l) {
     const float* unit = low->launch->matrix.unit;
     const bool begin = low_rank_resets(low->step->config, own_number(low->step));
     const Settings settings = {1.0, 0.0};
-    const Hyper hyper = hyper_create(low->step->config, &settings, 1.0, own_number(low->step));
+    const Hyper hyper = hyper_create(hyper_source(low->step->config, &settings), 1.0, own_number(low->step));
     const int64_t n = l->length, cols = l->right ? l->rank : n;
     float *sum = l->sums + 1, *squares = l->sums + 4, *others = l->averages + n;
     squares_of(dev, l->low, l->rank, n, !l->right, squares);

@@ -508,7 +508,8 @@ static void moment_arguments(const StepLaunch* launch, const MatrixRange* range,
     moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
     if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
     const Settings rate = {1.0, 0.0};                    // a direction has learning rate 1; the update has the real one
-    for (Hyper& hyper : moment->group) hyper = hyper_create(low->step->config, &rate, 1.0, own_number(low->step));
+    for (Hyper& hyper : moment->group)
+        hyper = hyper_create(hyper_source(low->step->config, &rate), 1.0, own_number(low->step));
 }
 
 void launch_matrices(const Optim* optim, const StepLaunch* launch, const LaunchStep* step,

@@ -15,9 +15,12 @@
 // learning-rate scale). The host computes them in double and rounds once (constants.h); a rule uses those that it
 // needs.
 #pragma once
+#include "../../data/rule_options.h"  // of which NVRTC gets the fields in HYPER_OPTIONS (jit.cu)
 #include "../float.cuh"
 
 EMBED_SOURCE
+
+#define HYPER_FIELD(KIND, FIELD, ...) float FIELD;
 
 struct Hyper {
     float lr;         // the step's learning rate
@@ -27,8 +30,8 @@ struct Hyper {
     float step_size;  // lr / (1 - beta1^step)
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
-    float root2;  // 1 / sqrt(1 - beta2^step)
-    float eps;
+    float root2;                   // 1 / sqrt(1 - beta2^step)
+    HYPER_OPTIONS(HYPER_FIELD)     // eps, and what other options a rule reads as they are
     float beta3, one_minus_beta3;  // for the slow average at this step
     float alpha;                   // its weight at this step, times 1 - beta1^step
     float nesterov_beta;           // of nesterov(): beta1, or 1 with --nesterov off
