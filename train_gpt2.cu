@@ -87,7 +87,7 @@ struct Model {
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales, which the arena opens
-    int head_slot;            // the first of the head's, which are the last
+    int head_slot;            // its first slot for the head, after those of the blocks
 
     bool spills;  // the residual stream is in host memory
     Spill spill;
@@ -852,8 +852,8 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     require(arena_may_part(&m->arena, config, m->error), m->error);
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, m->error);
     if (on && !may) user_error("--release on: %s", m->error);
-    const MemoryPlan plan = memory_plan(m, config);
-    const bool fits = off || !may || plan.total <= plan.available;
+    const MemoryPlan plan = off || !may ? MemoryPlan{} : memory_plan(m, config);
+    const bool fits = plan.total <= plan.available;
     m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }

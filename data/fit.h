@@ -15,7 +15,7 @@ typedef struct {
 
 enum { FIT_PRESETS = 80 };
 typedef struct {
-    // fit_open sets these, but for `presets`, which the caller sets.
+    // fit_open sets what comes before `presets`, which the caller sets.
     const Options* asked;
     const char* model;                 // --model, or the folder that it names
     const char* folder;                // where config.json lies; "" for a shape of nibble's
@@ -23,7 +23,7 @@ typedef struct {
     bool bytes;                        // --data is read as bytes
     const char* preset;                // the only one, of which all ways are shown; NULL: the best way of each
     const char* presets[FIT_PRESETS];  // names of all, then NULL
-    FitRow row;                        // the way to plan
+    FitRow row;                        // the way to plan, which fit_next sets
     // fit_next's own.
     FitRow best, rows[FIT_PRESETS];  // of the pair of model and preset whose ways are planned; what is printed
     int count, at_preset, at_model, way;

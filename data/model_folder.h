@@ -16,8 +16,8 @@ typedef struct {
     int layer;            // its layer, or -1
     int parts;            // matrices of equal size that its rows consist of: 3 for queries, keys and values
     const char* dtype;    // in a file that is written: F32 or BF16
-    // Of its initial weights, which are normal: 0 and 0.02, or 0.02/sqrt(2L) for matrices that write into the residual
-    // stream; biases are 0, layernorms 1 and 0.
+    // Initial weights are normal: 0 and 0.02, or 0.02/sqrt(2L) for matrices that write into the residual stream. Biases
+    // and the vocabulary's padding are 0, layernorms 1 and 0.
     float mean, deviation;
 } ModelTensor;
 

@@ -5,13 +5,14 @@
 #include "run_folder.h"
 C_LINKAGE_BEGIN
 
-// Prints the banner, from the resolved options, for a model of V tokens: the model; the device and, if there are
-// several (NULL: one), the ranks, as described; the data, what is left out of it and how much of it is trained; the
-// optimizer, as described, and the schedule; the memory; and what a resume has changed.
+// Prints the banner of a run: its model, whose vocabulary has V tokens, device, data, optimizer, schedule and memory, and
+// what a resume has changed. The options have been resolved. The texts describe the device, the ranks (NULL: there is
+// one) and the optimizer.
 void report_banner(RunFolder* run, int V, const char* device, const char* ranks, const char* optimizer,
                    const MemoryPlan* plan);
-// Returns a sentence about a plan for which `device` has not enough memory, with what to type: --batch `fits` (0: not
-// even one sequence does), or `less`, --recompute block or fewer of its kept blocks, where that is enough.
+// Returns a sentence, which the program keeps, about a plan for which `device` has not enough memory. It says what to
+// type: --batch `fits` (0: not even one sequence does); and --recompute block, or fewer of its kept blocks, if `less`
+// says that this is enough.
 const char* report_lack(const Options* options, const MemoryPlan* plan, const char* device, int64_t fits, bool less);
 // Returns a text, which the program keeps, that must be the same on all ranks, or they would wait for one another:
 // whether there is a tokenizer, which changes options; the options but --run, --resume, --data, --val and

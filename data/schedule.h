@@ -4,15 +4,17 @@
 #include "options.h"
 C_LINKAGE_BEGIN
 
-// Chooses --matmul for a GPU of this name and compute capability (times 10), NULL: the CPU. Refuses what it cannot do.
+// Chooses --matmul for a GPU of this name (NULL: the CPU) and compute capability, times 10. Refuses products that the
+// device cannot do.
 bool products_choose(Options* options, const char* gpu, int compute, char* error);
-// Returns --logit-rows for a micro-batch of so many rows: enough keep the head's matrix products at full rate; on the
-// CPU it is a cache-sized piece.
+// Returns --logit-rows for a micro-batch of so many rows: on a GPU enough to keep the head's matrix products at full
+// rate, on the CPU a piece that fits into the cache.
 long long default_logit_rows(const Options* options, int64_t rows, bool gpu);
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
 // that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
-// micro-batch per rank). Then --logit-rows, and --grads: bf16 where a step has one micro-batch of bf16, which rounds
-// each gradient once, else fp32. With --matmul fp8, products need multiples of 16 rows.
+// micro-batch per rank). It also chooses --logit-rows, and --grads: bf16 where a step has one micro-batch of bf16, which
+// rounds each gradient once, else fp32. It refuses rows that are no multiples of 16 with --matmul fp8, and logit rows
+// with --head fp8, and --grads bf16 without products in bf16.
 bool batch_choose(Options* options, int64_t ranks, int64_t fits, int64_t usual, bool gpu, char* error);
 
 // A run was resumed at `step` with a larger rate, to which it rises from `lr` over as many steps as a warm-up has, or

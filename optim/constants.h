@@ -45,7 +45,8 @@ OPTIM_INLINE double exponential(double y) {
     return 1.0 + sum;
 }
 
-// The numbers from which the constants of any step are computed. A device cannot read the options that are texts.
+// The numbers from which the constants of any step are computed. The options have been rounded to fp32
+// (optim_set_options). A device cannot read those that are texts.
 struct HyperSource : RuleOptions {
     float lr_max;
     Settings settings;

@@ -35,9 +35,8 @@ static bool same_array(const OptimRun* a, const OptimRun* b, const char* name) {
 // True if a block whose largest is -1 comes back smaller, since the format has no such level, as dyn8 and de4.
 static bool lacks_minus_one(const FormatRow* row) {
     alignas(64) static char codes[4 * TILE_ELEMENTS], scales[4 * TILE_ELEMENTS], table[65536];
-    static float x[TILE_ELEMENTS];
+    float x[TILE_ELEMENTS] = {-1.0f};
     const Streams streams = {codes, scales, table};
-    x[0] = -1.0f;
     if (row->table_bytes) row->fill(table);
     row->store(streams, 0, x, TILE_ELEMENTS, NoiseKey{});
     row->load(streams, 0, x, TILE_ELEMENTS, NoiseKey{});

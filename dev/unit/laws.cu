@@ -230,7 +230,7 @@ static void expect_numbers(Test* test, const OptimRun* run, const char* slot, co
 // Gives the codes of padding in v to another run. They are the least level; a step decodes and encodes them as it does
 // its elements, and a load encodes zeros. Both are the least level again unless a block's scale halves in a step, as
 // powers of two do: then twice the least level is nearer to the next one, in formats whose first levels lie so close.
-static void give_padding(const OptimRun* from, OptimRun* to) {
+static void give_padding(Test* test, const OptimRun* from, OptimRun* to) {
     const int64_t bits = find_state(to->config.v)->stream[0].bits;
     const char* codes = (const char*)optim_stream_named(from->optim, "v").data;
     char* others = (char*)optim_stream_named(to->optim, "v").data;
@@ -238,7 +238,9 @@ static void give_padding(const OptimRun* from, OptimRun* to) {
         const OptimTensor& tensor = to->tensor[t];
         for (int64_t i = tensor.rows * tensor.cols; i < tensor_padded(&tensor); i++) {
             const int64_t at = (tensor.offset + i) * bits / 8;
-            const int mask = bits == 8 ? 255 : i % 2 ? 15 : 240;
+            const int mask = bits == 8 ? 255 : i % 2 ? 15 : 240, unit = mask & -mask;
+            expect(abs((codes[at] & mask) - (others[at] & mask)) <= unit, "%s: padding is not of the two least levels",
+                   to->config.v);
             others[at] = (char)((codes[at] & mask) | (others[at] & ~mask));
         }
     }
@@ -258,7 +260,7 @@ static void check_narrow(Test* test, const char* weights, const char* m, const c
         expect_load(test, &exact, &run);
         for (OptimRun* each : {&run, &exact}) run_steps(each, step, step);
         expect_load(test, &again, &exact);
-        if (strstr(v, "@e8m0")) give_padding(&run, &again);
+        if (strstr(v, "@e8m0")) give_padding(test, &run, &again);
         expect_same(test, &run, &again, formatted("%s, step %d", what, step));
     }
     const float *m_now = (const float*)run_array(&exact, "m"), *p = (const float*)run_array(&exact, "weights");

@@ -262,11 +262,20 @@ def test_torch_flashoptim_of_a_model():
     optimizer = flashoptim.FlashLion(params, lr=1e-9, check_numerics=True)
     flashoptim.enable_gradient_release(torch.nn.ParameterList(params), optimizer,
                                        pre_step=lambda p, group: asked.append(group["lr"]) or p.dim() > 1)
-    raises(flashoptim.NumericsError, "with 8 bits more", sum((p * p).sum() for p in params).backward)
+    raises(flashoptim.NumericsError, "and 8 bits beside them", sum((p * p).sum() for p in params).backward)
+    assert params[0].grad is None  # the next gradient is not added to it
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes groups anew
     optimizer.param_groups[0]["lr"] = 0.1
     before = [p.detach().clone() for p in params]
+    params[1].grad = None
     sum((p * p).sum() for p in params).backward()
     assert asked[-2:] == [0.1, 0.1] and [torch.equal(p, q) for p, q in zip(params, before)] == [False, True]
+    with torch.no_grad():
+        params[0].fill_(2.0 ** 20)
+    step = sum((p * p).sum() for p in params)
+    step.backward(retain_graph=True)  # the magnitude of the first step counts
+    optimizer.recompute_param_stats()
+    raises(flashoptim.NumericsError, "that reach", step.backward)
 
 
 def halves(dtype=None):

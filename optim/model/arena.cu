@@ -72,7 +72,7 @@ bool arena_may_part(const Arena* a, const OptimConfig* config, char* why) {
     char reason[DATA_ERROR_BYTES];
     const bool whole = !config->offload && a->clip_by == CLIP_STEP;
     if (whole || optim_releases(config, a->tensors, a->count, reason)) return true;
-    if (config->offload) return data_error(why, "--offload states goes by layers: %s; type --offload none", reason);
+    if (config->offload) return data_error(why, "--offload states goes by layers, and %s; type --offload none", reason);
     return data_error(why, "--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_LAST ? "last" : "tensor",
                       reason);
 }

@@ -538,14 +538,14 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_transposed": self._transposed, "_given": self._given, **self._given,
-                "_named": self._named, "_in_backward": bool(self._hooks)}
+                "_named": self._named, "_in_backward": bool(self._hooks) and (self._pre_step,)}
 
     def __setstate__(self, state):
         super().__setstate__(state)
         if "_parts" not in self.__dict__:  # a copy or a loaded object, made without __init__
             self._begin()
-            if self.__dict__.pop("_in_backward"):
-                self.step_in_backward()
+            if (asked := self.__dict__.pop("_in_backward")):
+                self.step_in_backward(*(asked if asked is not True else ()))
             states = {p: dict(values) for p, values in self.state.items() if values}
             self.state = defaultdict(dict)
             self._flatten()
@@ -554,9 +554,9 @@ class Optimizer(torch.optim.Optimizer):
     # In the backward pass.
 
     def step_in_backward(self, pre_step=None):
-        """From now on steps each parameter as soon as its gradient is complete, unless pre_step(parameter, its group) is
-        given and false, and releases the gradient. step() and zero_grad() then do nothing, except for parameters that
-        are frozen now and are not later. This does not work
+        """From now on steps each parameter as soon as its gradient is complete, and releases the gradient. A parameter
+        for which pre_step(parameter, its group) is false is not stepped; its gradient goes all the same. step() and
+        zero_grad() then do nothing, except for parameters that are frozen now and are not later. This does not work
         with DDP, which is refused in the backward pass, gradient accumulation, clipping or a GradScaler, whose scaled
         gradients would reach the weights before it looks at them."""
         if self._parts:
@@ -576,13 +576,14 @@ class Optimizer(torch.optim.Optimizer):
             if not self._unwrapped:
                 _require_no_wrapper(set(self._flat))
                 self._unwrapped = True
-            if pre_step is None or pre_step(param, groups[param]):
-                with torch.no_grad():
-                    self._step([param], [param.grad])
-            param.grad = None
+            try:
+                if self._pre_step is None or self._pre_step(param, self.param_groups[self._group_of[param]]):
+                    with torch.no_grad():
+                        self._step([param], [param.grad])
+            finally:
+                param.grad = None
 
-        active, pre_step = not self._apart or bool(self._hooks), self._pre_step  # inactive: somebody has removed the hooks
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        active = not self._apart or bool(self._hooks)  # nobody has removed the hooks
         self._flatten()
         for p in self._flat[len(self._apart):]:
             self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)

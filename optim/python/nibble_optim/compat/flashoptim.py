@@ -62,18 +62,20 @@ def recompute_param_stats(self):
 
 
 def _step(self, params, grads):
-    """With check_numerics, refuses a rate whose steps are below 1 / 0.49 of the gap between a parameter's largest values."""
+    """With check_numerics, refuses a rate whose step (least_step of it) is less than 1 / 0.49 times the distance between
+    neighbouring numbers at a parameter's largest magnitude. That is flashoptim's bound. Ranks have the same magnitude."""
     given = dict(zip(params, grads)) if self._check_numerics else {}
     most = vars(self).setdefault("_largest", {}) if given else {}
     for p, rate in ((p, group["lr"]) for group in self.param_groups for p in group["params"] if given.get(p) is not None):
         if p not in most:
-            most[p] = float(_local(p.detach()).abs().max()) if p.numel() else 0.0
+            most[p] = float((p.full_tensor() if is_dtensor(p) else p).detach().abs().max()) if p.numel() else 0.0
         bits = self._low_bits if p.dtype is not torch.float32 else 0
         if rate > 0 and 0 < most[p] < math.inf:
             least = torch.finfo(p.dtype).eps / 0.49 * 2.0 ** (math.floor(math.log2(most[p])) - bits)
             if self._least_step * rate < least:
-                raise NumericsError(f"lr={rate:.3g} may be too small to change weights of {p.dtype} with {bits} bits more that "
-                                    f"reach {most[p]:.3g}: steps of {least:.3g} change them; raise lr, or leave check_numerics out")
+                beside = f" and {bits} bits beside them" if bits else ""
+                raise NumericsError(f"lr={rate:.3g} may be too small to change weights of {p.dtype}{beside} that reach "
+                                    f"{most[p]:.3g}; give lr={least / self._least_step:.3g} or more, or leave check_numerics out")
     Optimizer._step(self, params, grads)
 
 
@@ -169,7 +171,7 @@ for _name, _rule, _signature, _keeps_v in [
         ("FlashLion", "lion", "params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0, decouple_lr=False", False),
         ("FlashSGD", "sgd", _MOMENTUM, False), ("FlashSGDW", "sgdw", _MOMENTUM + ", decouple_lr=False", False)]:
     _kind = globals()[_name] = drop_in(_name, _signature + _SHARED, _settings(_name, _rule, _keeps_v), rule=_rule)
-    _kind._lr_factor, _kind._decouples, _kind._sgd = _damped_factor, _rule == "sgdw", {}
+    _kind._lr_factor, _kind._decouples, _kind._sgd, _kind._check_numerics = _damped_factor, _rule == "sgdw", {}, False
     _kind._ensure_state_initialized = lambda self, param, hparams=None: self._make_all()
     for _method in (state_dict, get_fp32_model_state_dict, set_fp32_model_state_dict, recompute_param_stats, _step):
         setattr(_kind, _method.__name__, _method)

@@ -83,12 +83,7 @@ class FusedAdam(drop_in(
         part.moment(number, MOMENTS[state_name], unscaled_state)
 
 
-class FusedSGD(drop_in(
-        "FusedSGD", "params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, "
-        "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=None",
-        functools.partial(_momentum, "FusedSGD", "sgd"))):
-    _lr_factor, _decouples = _damped_factor, False
-
-    def _settings_of(self, group, params):
-        # The momentum has the parameters' type there, too.
-        return {**super()._settings_of(group, params), "m": {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(params[0].dtype, "fp32")}
+FusedSGD = drop_in("FusedSGD", "params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, "
+                   "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=None", functools.partial(_momentum, "FusedSGD", "sgd"),
+                   m="fp32")
+FusedSGD._lr_factor, FusedSGD._decouples = _damped_factor, False
