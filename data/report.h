@@ -5,9 +5,9 @@
 #include "run_folder.h"
 C_LINKAGE_BEGIN
 
-// Prints the banner of a run: its model, whose vocabulary has V tokens, device, data, optimizer, schedule and memory, and
-// what a resume has changed. The options have been resolved. The texts describe the device, the ranks (NULL: there is
-// one) and the optimizer.
+// Prints the banner of a run: its model, whose vocabulary has V tokens, device, data, optimizer, schedule and memory,
+// and what a resume has changed. The options have been resolved. The texts describe the device, the ranks (NULL: there
+// is one) and the optimizer.
 void report_banner(RunFolder* run, int V, const char* device, const char* ranks, const char* optimizer,
                    const MemoryPlan* plan);
 // Returns a sentence, which the program keeps, about a plan for which `device` has not enough memory. It says what to

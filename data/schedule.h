@@ -12,9 +12,9 @@ bool products_choose(Options* options, const char* gpu, int compute, char* error
 long long default_logit_rows(const Options* options, int64_t rows, bool gpu);
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
 // that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
-// micro-batch per rank). It also chooses --logit-rows, and --grads: bf16 where a step has one micro-batch of bf16, which
-// rounds each gradient once, else fp32. It refuses rows that are no multiples of 16 with --matmul fp8, and logit rows
-// with --head fp8, and --grads bf16 without products in bf16.
+// micro-batch per rank). It also chooses --logit-rows, and --grads: bf16 where a step has one micro-batch of bf16,
+// which rounds each gradient once, else fp32. It refuses rows that are no multiples of 16 with --matmul fp8, and logit
+// rows with --head fp8, and --grads bf16 without products in bf16.
 bool batch_choose(Options* options, int64_t ranks, int64_t fits, int64_t usual, bool gpu, char* error);
 
 // A run was resumed at `step` with a larger rate, to which it rises from `lr` over as many steps as a warm-up has, or
