@@ -265,6 +265,7 @@ def test_torch_flashoptim_of_a_model():
     raises(flashoptim.NumericsError, "and 8 bits beside them", sum((p * p).sum() for p in params).backward)
     assert params[0].grad is None  # the next gradient is not added to it
     optimizer.load_state_dict(optimizer.state_dict())  # which makes groups anew
+    assert copy.deepcopy(optimizer)._pre_step is optimizer._pre_step
     optimizer.param_groups[0]["lr"] = 0.1
     before = [p.detach().clone() for p in params]
     params[1].grad = None

@@ -77,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
 """
 
     _factors_lr, _lr_factor = False, None  # compat: a function (param, age), the factors of a parameter's lr and decay
+    _pre_step = None  # step_in_backward's
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
     _answer = None  # compat: a function (part, tensor, key) for Part.answer
     # If it is true, torch's GradScaler sets grad_scale and found_inf for the time of a step, which takes gradients
@@ -538,14 +539,14 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_transposed": self._transposed, "_given": self._given, **self._given,
-                "_named": self._named, "_in_backward": bool(self._hooks) and (self._pre_step,)}
+                "_named": self._named, "_in_backward": bool(self._hooks), "_pre_step": self._pre_step}
 
     def __setstate__(self, state):
         super().__setstate__(state)
         if "_parts" not in self.__dict__:  # a copy or a loaded object, made without __init__
             self._begin()
-            if (asked := self.__dict__.pop("_in_backward")):
-                self.step_in_backward(*(asked if asked is not True else ()))
+            if self.__dict__.pop("_in_backward"):
+                self.step_in_backward(self._pre_step)
             states = {p: dict(values) for p, values in self.state.items() if values}
             self.state = defaultdict(dict)
             self._flatten()

@@ -64,9 +64,9 @@ def recompute_param_stats(self):
 def _step(self, params, grads):
     """With check_numerics, refuses a rate whose step (least_step of it) is less than 1 / 0.49 times the distance between
     neighbouring numbers at a parameter's largest magnitude. That is flashoptim's bound. Ranks have the same magnitude."""
-    given = dict(zip(params, grads)) if self._check_numerics else {}
-    most = vars(self).setdefault("_largest", {}) if given else {}
-    for p, rate in ((p, group["lr"]) for group in self.param_groups for p in group["params"] if given.get(p) is not None):
+    most = vars(self).setdefault("_largest", {}) if self._check_numerics else {}
+    for p in (p for p, grad in zip(params, grads) if grad is not None) if self._check_numerics else ():
+        rate = self.param_groups[self._group_of[p]]["lr"]
         if p not in most:
             most[p] = float((p.full_tensor() if is_dtensor(p) else p).detach().abs().max()) if p.numel() else 0.0
         bits = self._low_bits if p.dtype is not torch.float32 else 0
