@@ -230,7 +230,7 @@ template <typename X, typename G>
 static void block_parameters(const Model* m, const Activations<X, G>* a, Block<X, G>* b, int l) {
     const int t = FIRST_BLOCK + l * BLOCK_TENSORS;
     const Fp8Use* use = &a->fp8;
-    const Fp8Made makes = use->producers_make;
+    const Fp8Made makes = use->layernorm_makes;
     norm_at(m, t, &b->ln1);
     linear_at(m, use, t + 2, &b->qkv, a->dwide, makes, use->attention_makes);
     linear_at(m, use, t + 4, &b->attproj, a->dresidual, FP8_NOTHING, makes);
@@ -763,7 +763,6 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     require(products_choose(o, gpu ? m->dev->name : nullptr, m->dev->compute, m->error), m->error);
     m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
     m->uses_fp8 = strcmp(o->matmul, "fp8") == 0, m->head_fp8 = m->uses_fp8 && strcmp(o->head, "fp8") == 0;
-    m->fp8.gradients = strcmp(o->fp8_grads, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2;
     m->recomputes_gelu = strcmp(o->recompute, "gelu") == 0;
     require(gpt2_shape_choose(o, folder, resumed, vocabulary, bytes, gpu, &m->shape, m->error), m->error);
     m->T = (int)o->seq;

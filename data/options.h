@@ -11,13 +11,13 @@ extern const char NIBBLE_VERSION[];  // "0.1.0"; version.c has it
 extern const char NIBBLE_COMMIT[];   // "73330cd1a2", with "-dirty" where files were changed; "unknown" outside of git
 extern const char NIBBLE_BUILD[];    // "CUDA 12.8 for sm_90a", "CPU alone"
 
-enum { OPTION_COUNT = 70 + RULE_OPTION_COUNT };
+enum { OPTION_COUNT = 69 + RULE_OPTION_COUNT };
 
 // The values, by type. The rows of OPTIONS say what each means.
 typedef struct {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides, *clip_by,
-        *on_nonfinite, *schedule, *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *prompt,
-        *prompt_file, *stop, *eval, *eval_out, *run, *resume, *device, *save, *config, *sample;
+        *on_nonfinite, *schedule, *matmul, *head, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop,
+        *eval, *eval_out, *run, *resume, *device, *save, *config, *sample;
     long long layers, channels, heads, seq, batch, tokens_per_step, steps, warmup, kept_blocks, logit_rows, gpus,
         join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every, print_every,
         save_every, keep, seed, memory, fit;

@@ -44,6 +44,7 @@ static const struct {
     {"save-steps", "type --save-every N"},
     {"save-total-limit", "type --keep N"},
     {"resume-from-checkpoint", "type --resume auto|DIR"},
+    {"fp8-grads", "leave it out: e4m3, but e5m2 rounded at random for the logits"},
     {"comm", "leave it out: --grads bf16 also sends half the bytes"},
     {"format", "leave it out: a format is a file in optim/formats, as optim/README.md says under How to add"},
     {"rank-basis", "leave it out: galore keeps its directions in fp32"},

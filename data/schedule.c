@@ -11,7 +11,9 @@ bool products_choose(Options* o, const char* gpu, int compute, char* error) {
         return data_error(error, "--matmul bf16 needs a GPU; type --matmul fp32");
     }
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
-    return strcmp(o->matmul, "fp8") != 0 || !gpu || compute >= 89 ||
+    const bool fp8 = strcmp(o->matmul, "fp8") == 0;
+    if (strcmp(o->head, "auto") == 0) o->head = fp8 ? "fp8" : "bf16";
+    return !fp8 || !gpu || compute >= 89 ||
            data_error(
                error,
                "--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16", gpu,

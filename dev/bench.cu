@@ -8,7 +8,7 @@
 //
 // Options are those of ./train that have a value. Without models: gpt2 64 524288  gpt2-xl 16 262144. Without anything:
 // these two, then whole steps of the models that fill a card (LARGEST). With --matmul fp8 a layer's row includes what
-// makes its codes; its ceiling is then that of an 8192^3 fp8 product, and the head's too with --head fp8. Where a
+// makes its codes; its ceiling is then that of an 8192^3 fp8 product, and the head's too, unless --head bf16. Where a
 // layer's gradients are gone when the next layer's come (--release on), operators are not timed alone.
 #define TESTING
 #include <errno.h>
@@ -28,7 +28,7 @@ static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int6
     Room room(dev);
     void* memory = room.device<char>(fp8_bytes(3));
     device_zero(dev, memory, fp8_bytes(3));
-    Fp8 scales = fp8_open(3, FP8_E5M2, memory);
+    Fp8 scales = fp8_open(3, memory);
     uint8_t* codes = room.device<uint8_t>(n * n);
     const Operand<bf16> operand = {(bf16*)values, codes, nullptr, &scales};
     fp8_begin(dev, &scales);

@@ -76,7 +76,7 @@ WAYS = {
     "--recompute block --kept-blocks 1": "*fp8w8e adamw32",
     "--recompute block --kept-blocks 2 --offload residuals": "adamw16 muon8",
     "--matmul fp8 --tokens-per-step 96": "*fp8 adamw8e int8w4",
-    "--matmul fp8 --head fp8 --fp8-grads e5m2": "adamw32 fp8",
+    "--matmul fp8 --head bf16": "adamw32 fp8",
     "--matmul fp8 --recompute block --shard weights --gpus 3 --batch 2": "fp8 muon8",
     "--matmul fp8 --recompute gelu --tokens-per-step 96": "fp8w8e",
     "--matmul fp32": "adamw32 adamw8e fp8w8e int8w4 muon came8 galore8",

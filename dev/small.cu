@@ -30,7 +30,7 @@ struct Arrays : Room {
         grads = to_device(host_floats(this, inp, n), n), decoded = device<float>(n), scales = device<float>(n / 128);
         dwte = to_device(zeros<float>((int64_t)V * C), (int64_t)V * C);
         square = device<double>(n / TILE_ELEMENTS), codes = device<uint8_t>(n), columns = device<uint8_t>(n);
-        fp8 = fp8_open(1, FP8_E4M3, to_device(zeros<char>(fp8_bytes(1)), fp8_bytes(1)));
+        fp8 = fp8_open(1, to_device(zeros<char>(fp8_bytes(1)), fp8_bytes(1)));
         fp8_begin(on, &fp8);
         fp8_fix(on, &fp8, 0, 2.0f, FP8_E4M3);
         draw_tokens();

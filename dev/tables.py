@@ -36,9 +36,8 @@ ADAMW = "adamw16 adamw8 adamw8e adamw8c adamwfp8 flash24 adamw4 adamw4d adamw4l 
 
 # Configurations of rows whose cell is not already their name.
 PRODUCTS = {
-    "layers, the default": "fp8, e4m3 gradients",
-    "layers and head (": "fp8, head too, e4m3 gradients",
-    "layers and head, gradients": "fp8, head too",
+    "layers (": "layers",
+    "layers and head, ": "layers and head",
     "`--preset fp8`": "preset fp8, fp8",
     "the same formats": "preset fp8, bf16",
 }
@@ -201,8 +200,8 @@ def speeds():
     over = [[number(a) / number(b) for a, b in zip(one[row], one["llm.c |"])] for row in ("nibble, fp32", "nibble, bf16")]
     one["fp32, bf16 gradients"] = [f"{a:.3f}, {b:.3f}" for a, b in zip(*over)]
     one["model FLOP"] = [f"{number(cell)} %" for cell in one["model FLOP"]]
-    two = {row: md(SPEED, "and without one or both", row, 5)[1:] for row in ("fp8 with `--head", "fp8, the head", "bf16 |")}
-    two["fp8 with its head"] = [f"{number(a) / number(b):.2f}" for a, b in zip(two["fp8 with `--head"], two["bf16 |"])]
+    two = {row: md(SPEED, "and without one or both", row, 5)[1:] for row in ("fp8 |", "fp8, the head", "bf16 |")}
+    two["fp8 over"] = [f"{number(a) / number(b):.2f}" for a, b in zip(two["fp8 |"], two["bf16 |"])]
     return one, two
 
 
@@ -298,7 +297,7 @@ SENTENCES = {
         --data data/corpus --steps {recipe[steps]}
         124M on {trained:.0f}M of them
         Wikipedia ({corpus:.0f}M tokens, {epochs:.1f} times) it reached a validation loss of {recipe[final_loss]:.2f}
-        and {recipe_fp8[final_loss]:.2f} with `--matmul fp8 --head fp8`
+        and {recipe_fp8[final_loss]:.2f} with `--matmul fp8`
         10 billion tokens take about {hours:.1f} hours
         also reached {muon8[final_loss]:.2f}, with {muon8_bytes:.1f} bytes a parameter
         bytes a parameter (weights and states) in place of {bytes:.1f}
@@ -353,7 +352,7 @@ def of_runs():
     apollo += [f"apollo-mini {rate}, others 0.003" for rate in ("0.006", "0.0015", "0.000375")]
     apollo += [f"{apollo[1]}, {one}" for one in ("gap 200", "no limiter")] + ["adamw32"]
     limits = [f"{name}, clip {clip}, limit " for clip in (1, 0) for name in ("adamw32 0.003", "adafactor8 0.003", "came8 0.002")]
-    costs = {"fp8": ("gpt2_fp8", "fp8, e4m3 gradients"), "beta2": ("d6", "adamw32 beta2 0.999"), "muon4": ("d6_muon", "muon4")}
+    costs = {"fp8": ("gpt2_fp8", "layers and head"), "beta2": ("d6", "adamw32 beta2 0.999"), "muon4": ("d6_muon", "muon4")}
     costs |= {"muon8w8": ("d6_muon8w8", "muon8w8"), "none": ("d6_clip", "no clipping")}
     costs |= {name: ("d6_clip", name) for name in ("last", "tensor")}
     return means | {
@@ -384,7 +383,7 @@ def of_texts():
         "bits": bits,
         "muon_gain": number(md(FIRST, "# What", "`--preset adamw32`, H200", 3)[2]) - number(md(FIRST, "# What", "default run, H200", 3)[2]),
         "on_gpu": md(FIRST, "# What", "default run, H200", 5),
-        "fp8_speed": number(codes["fp8, the head"][0]) / number(codes["bf16 |"][0]),
+        "fp8_speed": number(codes["fp8 |"][0]) / number(codes["bf16 |"][0]),
         "muon8w8_held": number((ROOT / LARGEST).read_text().partition("`muon8w8` is planned with")[2]),
         "largest": [number(md(LARGEST, "One card", row, 3)[2]) for row in ("H200", "H100 80GB | `--size")],
         "four": 0.04 * number(md(SCALING, "`--gpus 1,2,4`", "gpt2, 64 x 4 | 4 | states", 6)[5]),

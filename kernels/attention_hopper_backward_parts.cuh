@@ -327,10 +327,7 @@ __device__ __forceinline__ void hopper_backward_store(EpilogueStaging& out, cons
                 word[i] = pack_bf16(pair[0] * factor, pair[1] * factor);
             }
             if constexpr (Shape::CODES) {
-                const bool e5m2 = a.codes.type == FP8_E5M2;
-                const float largest = fp8_largest(a.codes.type);
-                fp8_words(&upper[k % 2], &lower[k % 2], word[0], word[1], word[2], word[3], out.scale, largest, e5m2,
-                          &out.stats);
+                fp8_words(&upper[k % 2], &lower[k % 2], word[0], word[1], word[2], word[3], out.scale, &out.stats);
                 if (k % 2 == 1)
                     hopper_backward_store_codes<Shape>(upper, lower, a, column + panel * 64 + k / 2 * 32, row, batch);
             } else if constexpr (DIRECT) {

@@ -9,8 +9,8 @@
 // A row takes a block, which reads it a second time, from the L2 cache. Long bf16 rows on Hopper stay in shared memory
 // (classifier_hopper.cuh).
 //
-// With --head fp8 the kernel writes the gradient as e5m2 codes (fp8_codes.cuh) instead of in place in bf16. They are
-// rounded at random. The noise of a row depends on its logits alone, so equal logits give equal codes, whatever the
+// With the head in fp8 the kernel writes the gradient as e5m2 codes (fp8_codes.cuh) instead of in place in bf16. They
+// are rounded at random. The noise of a row depends on its logits alone, so equal logits give equal codes, whatever the
 // step, the rank or the rows beside it.
 #pragma once
 #include <assert.h>

@@ -2,9 +2,9 @@
 // scales.
 //
 // e4m3 (4 bits of exponent, 3 of mantissa, up to 448) is for activations, weights and gradients; e5m2 (2 of mantissa,
-// up to 57344), which spreads wider, for the gradients of the logits and, by --fp8-grads e5m2, for all: the loss then
-// ends higher (dev/compare). Rounding is to nearest even. What lies beyond the largest code becomes the largest code
-// and is counted; NaN and infinity become NaN, so that the loss or the norm of the gradient shows them.
+// up to 57344), which spreads wider, for the gradients of the logits, whose codes the classifier writes. Rounding is to
+// nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and infinity become NaN,
+// so that the loss or the norm of the gradient shows them.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
 // columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),
@@ -135,7 +135,6 @@ struct Fp8Cast {
     uint32_t *amax, *overflow_count;
     int64_t N;
     int C;
-    bool e5m2;
 };
 
 // Grid (ceil(C / 128), ceil(N / 128)), block 256: a tile of 128 x 128. A thread takes 8 columns of 4 rows, twice. N a
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
     __shared__ float sums[16][FP8_TILE];
     const int eight = threadIdx.x % 16, group = threadIdx.x / 16, c = blockIdx.x * FP8_TILE + eight * 8;
     const int64_t first = (int64_t)blockIdx.y * FP8_TILE;
-    const float scale = *k.scale, largest = k.e5m2 ? 57344.0f : 448.0f;
+    const float scale = *k.scale;
     const bool writes = k.rows || k.columns;
     Fp8Stats stats = {};
     float sum[8] = {};
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
             fp8_values<OP>(value, x[r], pre[r]);
 #pragma unroll
             for (int j = 0; j < 8; j++) sum[j] += value[j];
-            codes[r] = fp8_codes(value, scale, largest, k.e5m2, &stats);
+            codes[r] = fp8_codes(value, scale, &stats);
             if (k.rows) *(uint2*)(k.rows + (row + r) * k.C + c) = codes[r];
         }
         uint32_t low[4], high[4];
@@ -249,13 +248,13 @@ void fp8_cast_once(const Device* dev, const Operand<X>* o, const X* pre_gelu, G*
     if constexpr (std::is_same_v<X, float>) fp8_cast_cpu(o, pre_gelu, dbias, N, C, accumulate);
 #ifdef __CUDACC__
     if constexpr (std::is_same_v<X, bf16>) {
-        assert(N % 16 == 0 && C % 8 == 0);
+        assert(N % 16 == 0 && C % 8 == 0 && o->type == FP8_E4M3);
         const Fp8* f = o->fp8;
         Fp8Cast k = {};
         k.rows = o->rows, k.columns = o->columns, k.inp = o->values, k.pre_gelu = pre_gelu;
         k.partial = dbias ? scratch : nullptr;
         k.scale = f->scale + o->slot, k.amax = f->amax + o->slot, k.overflow_count = f->amax + f->slots;
-        k.N = N, k.C = C, k.e5m2 = o->type == FP8_E5M2;
+        k.N = N, k.C = C;
         const auto kernel = o->op == FP8_COPY   ? fp8_cast_kernel<FP8_COPY>
                             : o->op == FP8_GELU ? fp8_cast_kernel<FP8_GELU>
                                                 : fp8_cast_kernel<FP8_GELU_BACKWARD>;

@@ -19,7 +19,6 @@ struct Fp8Codes {
     const float* scale;        // device scalar
     uint32_t* amax;            // bits of the largest magnitude so far
     uint32_t* overflow_count;  // elements that were too large for their codes
-    Fp8Type type;
 };
 
 __host__ __device__ constexpr float fp8_largest(Fp8Type type) {
@@ -27,11 +26,9 @@ __host__ __device__ constexpr float fp8_largest(Fp8Type type) {
 }
 
 #ifdef __CUDACC__
-// Two codes; the first in the low byte.
-__device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
-    const float2 pair = make_float2(low, high);
-    return e5m2 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2)
-                : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+// Two codes of e4m3; the first in the low byte.
+__device__ inline uint32_t fp8_pair(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
 // The amax and the overflows of the elements that one thread has rounded.
@@ -40,28 +37,28 @@ struct Fp8Stats {
     uint32_t overflow_count;
 };
 
-// Eight values to four pairs of codes: scaled, rounded, saturated. Only if one is beyond the largest code are they
-// examined one by one: counted, and made NaN if infinite (x - x is 0, or NaN if x is not finite).
-__device__ __forceinline__ void fp8_pairs(uint32_t (&pair)[4], const float (&value)[8], float scale, float largest,
-                                          bool e5m2, Fp8Stats* stats) {
+// Eight values to four pairs of codes of e4m3: scaled, rounded, saturated. Only if one is beyond the largest code are
+// they examined one by one: counted, and made NaN if infinite (x - x is 0, or NaN if x is not finite).
+__device__ __forceinline__ void fp8_pairs(uint32_t (&pair)[4], const float (&value)[8], float scale, Fp8Stats* stats) {
+    constexpr float largest = fp8_largest(FP8_E4M3);
     float amax = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; j++) amax = fmaxf(amax, fabsf(value[j]));
     stats->amax = fmaxf(stats->amax, amax);
 #pragma unroll
-    for (int j = 0; j < 4; j++) pair[j] = fp8_pair(value[2 * j] * scale, value[2 * j + 1] * scale, e5m2);
+    for (int j = 0; j < 4; j++) pair[j] = fp8_pair(value[2 * j] * scale, value[2 * j + 1] * scale);
     if (amax * scale <= largest) return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float a = value[2 * j], b = value[2 * j + 1], low = a * scale, high = b * scale;
         stats->overflow_count += (fabsf(low) > largest) + (fabsf(high) > largest);
-        pair[j] = fp8_pair(low + (a - a), high + (b - b), e5m2);
+        pair[j] = fp8_pair(low + (a - a), high + (b - b));
     }
 }
 
-__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Stats* stats) {
+__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, Fp8Stats* stats) {
     uint32_t pair[4];
-    fp8_pairs(pair, value, scale, largest, e5m2, stats);
+    fp8_pairs(pair, value, scale, stats);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
@@ -128,11 +125,11 @@ __device__ __forceinline__ uint2 fp8_gather(uint32_t word0, uint32_t word1, int 
 // word[k] of the upper and of the lower row for fp8_gather, from pairs of bf16 as an accumulator has them: of columns
 // 16 k + 2 t and the next in the upper row, in the lower row, and the same 8 columns further on.
 __device__ __forceinline__ void fp8_words(uint32_t* upper, uint32_t* lower, uint32_t a, uint32_t b, uint32_t c,
-                                          uint32_t d, float scale, float largest, bool e5m2, Fp8Stats* stats) {
+                                          uint32_t d, float scale, Fp8Stats* stats) {
     const float2 x = pair_floats(a), y = pair_floats(b), z = pair_floats(c), w = pair_floats(d);
     const float value[8] = {x.x, x.y, y.x, y.y, z.x, z.y, w.x, w.y};
     uint32_t pair[4];
-    fp8_pairs(pair, value, scale, largest, e5m2, stats);
+    fp8_pairs(pair, value, scale, stats);
     *upper = pair[0] | pair[2] << 16, *lower = pair[1] | pair[3] << 16;
 }
 #endif

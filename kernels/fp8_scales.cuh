@@ -16,7 +16,6 @@ constexpr int FP8_HISTORY = 16;
 // All scales of a model. A slot is a tensor: input, weight or output gradient of a linear layer.
 struct Fp8 {
     int slots;
-    Fp8Type gradients;
     bool use_current_scaling;  // there is no amax history yet: a cast computes its amax first
     int64_t first;             // number of the first such step; 0: there was none
     float* amax_history;       // (slots, FP8_HISTORY) the last step's amax comes first; 0: unknown
@@ -71,7 +70,7 @@ __host__ __device__ inline void fp8_slot_event(const Fp8& f, int slot, Fp8Event 
             return;
         }
         for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, history[i]);
-        fp8_set_scale(f, slot, amax, slot % 3 == 2 ? f.gradients : FP8_E4M3, 1);
+        fp8_set_scale(f, slot, amax, FP8_E4M3, 1);
         f.amax[slot] = 0;
         return;
     }
@@ -150,9 +149,9 @@ inline void fp8_resume(const Device* dev, Fp8* f, int head, bool head_fp8) {
 }
 
 // `memory`: fp8_bytes of device memory, set to zero. The caller sets `stored`.
-inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
+inline Fp8 fp8_open(int slots, void* memory) {
     float *scale_inv = (float*)memory, *history = scale_inv + (int64_t)slots * 4;
     const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);
     float* scale = (float*)(stored + slots);
-    return {slots, gradients, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored, -1};
+    return {slots, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored, -1};
 }

@@ -136,12 +136,8 @@ struct Gemm {
     float c[GEMM_COLUMNS / 8][4];  // sums: [n] are columns 8 n + 2 (lane % 4) and the next, of two rows
 };
 
-// The types of codes: a is e4m3 or e5m2, b e4m3.
-struct GemmE4m3 {};
-struct GemmE5m2 {};
-
-// Starts the next step of a tile's product, of its first COLUMNS columns. T: bf16, __half, or codes, whose products
-// take 128 columns at a time: blocks of 512 threads have no registers for 256.
+// Starts the next step of a tile's product, of its first COLUMNS columns. T: bf16, __half, or uint8_t for e4m3 codes,
+// whose products take 128 columns at a time: blocks of 512 threads have no registers for 256.
 template <typename T, int A_MN, int B_MN, int COLUMNS, int STAGES>
 __device__ __forceinline__ void gemm_start_step(Gemm<STAGES>& g) {
     constexpr bool codes = sizeof(T) == 1;
@@ -162,7 +158,7 @@ __device__ __forceinline__ void gemm_start_step(Gemm<STAGES>& g) {
             const uint64_t x = operand_step(left, j * (A_MN ? STEP_MN : STEP)),
                            y = operand_step(right, j * (B_MN ? STEP_MN : STEP) + first * PANEL_ROW_BYTES);
             if constexpr (codes)
-                Wgmma<WIDTH>::template shared_fp8<std::is_same_v<T, GemmE5m2>>(c, x, y, g.k > 0 || j > 0);
+                Wgmma<WIDTH>::shared_fp8(c, x, y, g.k > 0 || j > 0);
             else
                 Wgmma<WIDTH, T>::template shared<A_MN, B_MN>(c, x, y, g.k > 0 || j > 0);
         }

@@ -241,7 +241,7 @@ __device__ __forceinline__ uint64_t uniform_operand(uint64_t operand) {
 // (same chapter: Register Fragments). That is mma.sync's layout, so c in bf16 is the next product's a in registers:
 // a[0] = c[2k][0..1], a[1] = c[2k][2..3], a[2] = c[2k+1][0..1], a[3] = c[2k+1][2..3] for its step k.
 // A_MN, B_MN: that operand is mn_major. T: bf16 or __half. shared_fp8: a (64 x 32) and b (32 x N) are codes, both
-// k_major: a step has as many bytes. a is e4m3 or e5m2, b e4m3; the tensor cores keep 14 bits of a sum.
+// k_major: a step has as many bytes. The codes are e4m3; the tensor cores keep 14 bits of a sum.
 template <int N, typename T = bf16>
 struct Wgmma;
 
@@ -274,18 +274,11 @@ struct Wgmma;
                          : OPERANDS_##R(0)                                                                             \
                          : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN));                                            \
         }                                                                                                              \
-        template <bool A_E5M2>                                                                                         \
         static __device__ __forceinline__ void shared_fp8(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {     \
-            if constexpr (A_E5M2)                                                                                      \
-                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
-                             "k32.f32.e5m2.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                    \
-                             : OPERANDS_##R(0)                                                                         \
-                             : "l"(a), "l"(b), "r"(add));                                                              \
-            else                                                                                                       \
-                asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
-                             "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                    \
-                             : OPERANDS_##R(0)                                                                         \
-                             : "l"(a), "l"(b), "r"(add));                                                              \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N             \
+                         "k32.f32.e4m3.e4m3 {" REGISTERS_##R "}, %" #r0 ", %" #r1 ", p, 1, 1;}"                        \
+                         : OPERANDS_##R(0)                                                                             \
+                         : "l"(a), "l"(b), "r"(add));                                                                  \
         }                                                                                                              \
         template <int B_MN>                                                                                            \
         static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b,     \

@@ -185,7 +185,7 @@ __device__ inline void layernorm_put(X* out, const Fp8Codes& codes, int64_t at, 
     if constexpr (CODES) {
         float value[8];
         vec_floats(value, vec);
-        *(uint2*)(codes.rows + at) = fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, stats);
+        *(uint2*)(codes.rows + at) = fp8_codes(value, scale, stats);
     } else {
         store_vec(out + at, vec);
     }

@@ -5,7 +5,7 @@
 // The latter are kept for the backward pass (1 byte per element instead of 2). The output's gradient has both kinds.
 // The kernel that makes a tensor writes its codes by rows (layernorm, attention's backward, the classifier), and they
 // are transposed here, for 2 bytes per element; the products next to GELU (matmul_gelu_fp8.cuh) write both kinds; other
-// tensors are cast, for 4. The first step, which finds its scales itself, casts everything.
+// tensors are cast, for 4. The first step, which finds its scales itself, casts everything but the logits' gradient.
 //
 // Weights are cast in both passes, for 3 bytes per element each. Weights that the optimizer stores as e4m3 codes with
 // one scale per tensor are read as they are stored, with the optimizer's scale (fp8_begin), and transposed for the
@@ -20,7 +20,7 @@
 // The memory that layers share for codes, and which kernels write codes. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
-    Fp8Made producers_make;     // Layernorm and the classifier write these codes.
+    Fp8Made layernorm_makes;    // Layernorm writes these codes.
     Fp8Made attention_makes;    // Attention's backward pass writes these.
     Fp8Made gelu_makes;         // The products next to GELU write these.
     uint8_t* rows;              // (N, 4C) a layer's input
@@ -52,7 +52,7 @@ inline void linear_use_layer(Layout* layout, Fp8Use* use, int64_t N, int C) {
 inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool attention, int64_t N, int C) {
     use->scales = scales;
     if (!dev->gpu || scales->use_current_scaling) return;
-    use->producers_make = FP8_BY_ROWS;
+    use->layernorm_makes = FP8_BY_ROWS;
     if (attention) use->attention_makes = FP8_BY_ROWS;
 #ifdef __CUDACC__
     if (matmul_gelu_fp8_fits(dev, N, 4 * C, C)) use->gelu_makes = FP8_BOTH;
@@ -65,13 +65,11 @@ inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool a
 template <typename X, typename G>
 void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, Fp8Made made,
                 Fp8Made dmade) {
-    Fp8* f = use->scales;
-    l->inp = {l->inp.values, use->rows, l->inp.columns, f, slot, FP8_E4M3, FP8_COPY, made};
-    l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, f, slot + FP8_WEIGHT};
+    l->inp = {l->inp.values, use->rows, l->inp.columns, use->scales, slot, FP8_E4M3, FP8_COPY, made};
+    l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, use->scales, slot + FP8_WEIGHT};
     if (codes) l->weight.made = FP8_BY_ROWS;
-    l->dout = {dout, use->drows, use->dcolumns, f, slot + FP8_GRADIENT};
+    l->dout = {dout, use->drows, use->dcolumns, use->scales, slot + FP8_GRADIENT};
     l->dout.made = dmade;
-    if (f) l->dout.type = f->gradients;
 }
 
 // Sets GELU's result, the input of the layer after it, and the gradient of GELU's input, the output of the layer
@@ -93,12 +91,13 @@ Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slo
                                    float* dweight, float dloss, int C, int Vp) {
     const Fp8Use none = {}, *own = use->head[0] ? use : &none;
     Linear<X, float> head = {C, Vp, {inp, nullptr, own->head_columns}, {}, {}, nullptr, dweight, nullptr};
-    linear_set(own, &head, slot, weight, nullptr, logits, FP8_NOTHING, own->producers_make);
+    linear_set(own, &head, slot, weight, nullptr, logits, FP8_NOTHING, FP8_NOTHING);
     if (own == &none) return head;
     head.weight.rows = use->head[0], head.weight.columns = use->head[1];
     head.dout.rows = use->dhead, head.dout.columns = use->dhead_columns, head.dout.type = FP8_E5M2;
     operand_need(dev, &head.weight, true, true, Vp, C);
     head.weight.made = FP8_BOTH;
+    if (dev->gpu) head.dout.made = FP8_BY_ROWS;  // by the classifier
     fp8_fix(dev, use->scales, head.dout.slot, dloss, FP8_E5M2);
     return head;
 }

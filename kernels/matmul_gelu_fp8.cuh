@@ -81,12 +81,11 @@ __device__ __forceinline__ void mq_load(MatmulGeluFp8Loads& o, const GemmShape& 
 
 // A multiplying warpgroup's product of one tile, 64 x 256. When a step has ended, and its stage is free, the step after
 // the next one is loaded into it.
-template <typename T>
 __device__ __forceinline__ void mq_product(Gemm<MQ_STAGES>& g, const GemmShape& shape, MatmulGeluFp8Loads& loads) {
     const int steps = mq_steps(shape);
 #pragma unroll 1
     for (g.k = 0; g.k < steps;) {
-        gemm_start_step<T, 0, 0, GEMM_COLUMNS>(g);
+        gemm_start_step<uint8_t, 0, 0, GEMM_COLUMNS>(g);
         gemm_end_step(g);
         if (threadIdx.x == 0) mq_load(loads, shape);
         __syncwarp();
@@ -95,7 +94,7 @@ __device__ __forceinline__ void mq_product(Gemm<MQ_STAGES>& g, const GemmShape& 
 }
 
 // A multiplying warpgroup: its 64 rows of all tiles of this block, as bf16 into the panels.
-template <bool BACKWARD, typename T>
+template <bool BACKWARD>
 __device__ __forceinline__ void mq_multiply(uint32_t shared, const GemmStages<MQ_STAGES>& stages,
                                             const MatmulGeluFp8Maps* maps, const MatmulGeluFp8& w) {
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;
@@ -113,7 +112,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const GemmStages<MQ
         if (!BACKWARD)
             bias_pair =
                 *reinterpret_cast<const uint32_t*>(w.bias + gemm_tile(index, w.shape).column + threadIdx.x % 128 * 2);
-        mq_product<T>(g, w.shape, loads);
+        mq_product(g, w.shape, loads);
         if (!BACKWARD) mg_place_bias(bias, bias_pair, group);
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
@@ -186,7 +185,7 @@ __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* 
 // The state of a thread of a team, which has 8 columns of 4 rows of a panel, and of the 4 rows 64 further down.
 struct MatmulGeluFp8Maker {
     int team, thread, eight, group;
-    float scale, largest;
+    float scale;
     uint32_t* words;
     float* sums;
     Fp8Stats stats;
@@ -210,7 +209,7 @@ __device__ __forceinline__ void mq_load_pre(Vec<bf16> (&pre)[8], const MatmulGel
 }
 
 // The codes of a panel, from shared memory at `from`, which is given back as soon as it is read, if `gives`.
-template <bool BACKWARD, bool E5M2>
+template <bool BACKWARD>
 __device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, const char* from,
                                               uint32_t empty, bool gives, const Vec<bf16> (&pre)[8], GemmTile tile,
                                               int panel) {
@@ -233,7 +232,7 @@ __device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const Matmu
             fp8_values<OP>(value, x[r], pre[4 * half + r]);
 #pragma unroll
             for (int j = 0; j < 8 && BACKWARD; j++) sum[j] += value[j];
-            codes[r] = fp8_codes(value, m.scale, m.largest, E5M2, &m.stats);
+            codes[r] = fp8_codes(value, m.scale, &m.stats);
         }
         mq_put(w, m.words, codes, mq_place(m, w, tile, panel, half), m.eight, group);
     }
@@ -242,7 +241,7 @@ __device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const Matmu
 
 // A team that makes codes: two panels of all tiles of this block. Backward, what it needs of pre is on its way while
 // the panel before leaves.
-template <bool BACKWARD, bool E5M2>
+template <bool BACKWARD>
 __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, const MatmulGeluFp8Maps* maps,
                                               const MatmulGeluFp8& w) {
     const int thread = threadIdx.x % MQ_TEAM, team = __shfl_sync(0xffffffffu, (int)threadIdx.x / MQ_TEAM % 2, 0);
@@ -251,7 +250,6 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
                             thread % 8,
                             thread / 8,
                             *w.codes.scale,
-                            fp8_largest(E5M2 ? FP8_E5M2 : FP8_E4M3),
                             (uint32_t*)(memory + MQ_WORDS + team * MQ_WORDS_BYTES),
                             (float*)(memory + MQ_EXTRA) + team * 256,
                             {}};
@@ -272,7 +270,7 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
                 tensor_store(&maps->pre, shared + offset, tile.column + panel * 64, tile.row, 0);
                 store_commit();
             }
-            mq_make_panel<BACKWARD, E5M2>(m, w, memory + offset, empty, first && !waits, pre, tile, panel);
+            mq_make_panel<BACKWARD>(m, w, memory + offset, empty, first && !waits, pre, tile, panel);
             if (BACKWARD) mq_load_pre(pre, m, w, panel < 2 ? tile : next, panel < 2 ? panel + 2 : team);
             group_sync(3 + team, MQ_TEAM);
             mq_send<BACKWARD>(w, m.words, m.sums, tile.row, tile.column + panel * 64, thread);
@@ -287,8 +285,8 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
 #endif
 
 // Grid at most the tiles, block MQ_THREADS, shared memory MQ_SHARED_BYTES; rows a multiple of 128, columns of 256,
-// depth of 16. TYPE: of the left operand's codes, and backward of the result's. Deterministic.
-template <bool BACKWARD, Fp8Type TYPE>
+// depth of 16. Deterministic.
+template <bool BACKWARD>
 __global__ void __launch_bounds__(MQ_THREADS, 1)
     matmul_gelu_fp8_kernel(const __grid_constant__ MatmulGeluFp8Maps maps, const __grid_constant__ MatmulGeluFp8 w) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -307,10 +305,10 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
     __syncthreads();
     if (makes) {
         registers_shrink<88>();
-        mq_make_codes<BACKWARD, TYPE == FP8_E5M2>(shared, (char*)matmul_gelu_shared, &maps, w);
+        mq_make_codes<BACKWARD>(shared, (char*)matmul_gelu_shared, &maps, w);
     } else {
         registers_grow<168>();
-        mq_multiply<BACKWARD, std::conditional_t<TYPE == FP8_E5M2, GemmE5m2, GemmE4m3>>(shared, stages, &maps, w);
+        mq_multiply<BACKWARD>(shared, stages, &maps, w);
     }
 #else
     (void)maps, (void)w;
@@ -323,8 +321,8 @@ inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, i
            rows % GEMM_ROWS == 0 && columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
 }
 
-// pre: (N, OC) bf16, and the codes of out: gelu(pre), from codes inp: (N, C) and weight: (OC, C); all codes are e4m3;
-// bias: (OC) bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
+// pre: (N, OC) bf16, and the codes of out: gelu(pre), from codes inp: (N, C) and weight: (OC, C); bias: (OC) bf16.
+// Where matmul_gelu_fp8_fits(dev, N, OC, C).
 inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out, bf16* pre, Fp8Factor inp,
                                     Fp8Factor weight, const bf16* bias, int64_t N, int C, int OC) {
     const MatmulGeluFp8Maps maps = {tensor_map(inp.codes, 1, N, C / 2, GEMM_ROWS),
@@ -332,10 +330,10 @@ inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out,
                                     tensor_map(pre, 1, N, OC, GEMM_ROWS)};
     const MatmulGeluFp8 work = {gemm_shape(N, OC, C), bias,          nullptr,         nullptr, out->columns,
                                 operand_codes(out),   inp.scale_inv, weight.scale_inv};
-    launch_kernel(dev, matmul_gelu_fp8_kernel<false, FP8_E4M3>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
+    launch_kernel(dev, matmul_gelu_fp8_kernel<false>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
 }
 
-// The codes of d = (dout W) * gelu'(pre), of dout's type; dbias: (C) (+)= the column sums of d; scratch:
+// The codes of d = (dout W) * gelu'(pre); dbias: (C) (+)= the column sums of d; scratch:
 // matmul_gelu_scratch_bytes; dout: (N, OC) codes; weight: (C, OC) e4m3 codes of W by columns; pre: (N, C). Where
 // matmul_gelu_fp8_fits(dev, N, C, OC).
 template <typename G>
@@ -346,8 +344,6 @@ void matmul_gelu_fp8_backward(const Device* dev, const Operand<bf16>* d, G* dbia
                                     tensor_map(pre, 1, N, C, GEMM_ROWS)};
     const MatmulGeluFp8 work = {gemm_shape(N, C, OC), nullptr,         pre, scratch, d->columns, operand_codes(d),
                                 dout.scale_inv,       weight.scale_inv};
-    const auto kernel =
-        d->type == FP8_E5M2 ? matmul_gelu_fp8_kernel<true, FP8_E5M2> : matmul_gelu_fp8_kernel<true, FP8_E4M3>;
-    launch_kernel(dev, kernel, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
+    launch_kernel(dev, matmul_gelu_fp8_kernel<true>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
     column_sum(dev, &dbias, 1, scratch, (int)(N / GEMM_ROWS), C, accumulate);
 }

@@ -25,7 +25,7 @@ template <typename X>
 Fp8Codes operand_codes(const Operand<X>* o) {
     if (o->made == FP8_NOTHING) return {};
     const Fp8* f = o->fp8;
-    return {o->rows, f->scale + o->slot, f->amax + o->slot, f->amax + f->slots, o->type};
+    return {o->rows, f->scale + o->slot, f->amax + o->slot, f->amax + f->slots};
 }
 
 // One of the two factors of a product: an operand's codes, the summed dimension last.

@@ -133,7 +133,7 @@ static void open_scales(Arena* a) {
     const int slots = a->fp8->slots;
     void* memory = device_alloc(a->dev, fp8_bytes(slots), &a->memory.other);
     device_zero(a->dev, memory, fp8_bytes(slots));
-    *a->fp8 = fp8_open(slots, a->fp8->gradients, memory);
+    *a->fp8 = fp8_open(slots, memory);
     const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
     for (int t = 0; t < a->count; t++) {
         if (a->slot[t]) numbers[a->slot[t]] = optim_codes(a->optim, t).numbers;
