@@ -51,7 +51,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->recomputes_gelu = s->recompute == RECOMPUTE_GELU;
     m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->shape.L - s->kept_blocks : 0;
     m->spills = s->spills;
-    m->uses_fp8 = s->fp8;
+    m->uses_fp8 = m->head_fp8 = s->fp8;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
     shape_tensors(m);
 }

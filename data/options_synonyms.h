@@ -44,7 +44,7 @@ static const struct {
     {"save-steps", "type --save-every N"},
     {"save-total-limit", "type --keep N"},
     {"resume-from-checkpoint", "type --resume auto|DIR"},
-    {"fp8-grads", "leave it out: e4m3, but e5m2 rounded at random for the logits"},
+    {"fp8-grads", "leave it out: codes of gradients are e4m3, and those of the logits e5m2"},
     {"comm", "leave it out: --grads bf16 also sends half the bytes"},
     {"format", "leave it out: a format is a file in optim/formats, as optim/README.md says under How to add"},
     {"rank-basis", "leave it out: galore keeps its directions in fp32"},

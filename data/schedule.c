@@ -12,7 +12,7 @@ bool products_choose(Options* o, const char* gpu, int compute, char* error) {
     }
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
     const bool fp8 = strcmp(o->matmul, "fp8") == 0;
-    if (strcmp(o->head, "auto") == 0) o->head = fp8 ? "fp8" : "bf16";
+    if (fp8 && strcmp(o->head, "auto") == 0) o->head = "fp8";
     return !fp8 || !gpu || compute >= 89 ||
            data_error(
                error,
@@ -57,7 +57,9 @@ bool batch_choose(Options* o, int64_t ranks, int64_t fits, int64_t usual, bool g
     o->logit_rows = default_logit_rows(o, rows, gpu);
     if (fp8 && strcmp(o->head, "fp8") == 0 && o->logit_rows % 16 != 0) {
         return data_error(
-            error, "--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
+            error,
+            "--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld, or --head "
+            "bf16",
             o->logit_rows, (o->logit_rows + 15) / 16 * 16);
     }
     if (strcmp(o->grads, "auto") == 0) o->grads = bf16 && o->tokens_per_step == micro ? "bf16" : "fp32";

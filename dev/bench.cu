@@ -272,12 +272,13 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     check(cudaMemGetInfo(&available, &total));
     double median = times.median(), rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
-        "\n%s (%.0fM parameters)  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step "
+        "\n%s (%.0fM parameters)  %s, %s%s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step "
         "(%.1f to %.1f of "
         "%d), "
         "%.0f tokens/s",
-        o.model, 1e-6 * (double)m.parameters, o.preset, o.matmul, o.head, (long long)batch, m.T,
-        (long long)micro_batches, o.grads, median, times.ms[0], times.ms[STEPS - 1], STEPS, rate);
+        o.model, 1e-6 * (double)m.parameters, o.preset, o.matmul, m.uses_fp8 && !m.head_fp8 ? ", head bf16" : "",
+        (long long)batch, m.T, (long long)micro_batches, o.grads, median, times.ms[0], times.ms[STEPS - 1], STEPS,
+        rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.shape.L, m.shape.C, m.T) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, %.1f planned, release %s, loss %.3f\n", queued,
            clock, (double)(total - available) / (1 << 30), planned, o.release, loss);

@@ -32,7 +32,7 @@ struct Arrays : Room {
         square = device<double>(n / TILE_ELEMENTS), codes = device<uint8_t>(n), columns = device<uint8_t>(n);
         fp8 = fp8_open(1, to_device(zeros<char>(fp8_bytes(1)), fp8_bytes(1)));
         fp8_begin(on, &fp8);
-        fp8_fix(on, &fp8, 0, 2.0f, FP8_E4M3);
+        fp8_rescale(on, &fp8, 0, 2.0f), fp8.use_current_scaling = false;
         draw_tokens();
     }
 

@@ -194,7 +194,7 @@ inline void* device_alloc(const Device* dev, int64_t bytes, int64_t* counted = n
 
 inline void device_free(const Device* dev, void* pointer) {
     if (dev->imagined) return;
-    if (dev->gpu) {
+    if (dev->gpu && pointer) {
         check(cudaFree(pointer));
     } else {
         free(pointer);

@@ -2,9 +2,9 @@
 // scales.
 //
 // e4m3 (4 bits of exponent, 3 of mantissa, up to 448) is for activations, weights and gradients; e5m2 (2 of mantissa,
-// up to 57344), which spreads wider, for the gradients of the logits, whose codes the classifier writes. Rounding is to
-// nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and infinity become NaN,
-// so that the loss or the norm of the gradient shows them.
+// up to 57344), which spreads wider, for the gradients of the logits. On a GPU the classifier writes these, rounded at
+// random (fp8_codes.cuh); other rounding is to nearest even. What lies beyond the largest code becomes the largest code
+// and is counted; NaN and infinity become NaN, so that the loss or the norm of the gradient shows them.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
 // columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),
@@ -12,7 +12,7 @@
 // by columns, or both, with 2 bytes read and up to 2 written per element. It can compute GELU or GELU's gradient too,
 // and a linear layer's bias gradient, the column sums of the values before they are rounded.
 //
-// On the CPU the same codes go through the plain C product, decoded.
+// On the CPU codes go through the plain C product, decoded; there all are rounded to nearest even.
 #pragma once
 #include <assert.h>
 
@@ -270,11 +270,11 @@ void fp8_cast_once(const Device* dev, const Operand<X>* o, const X* pre_gelu, G*
 template <typename X, typename G = float>
 void fp8_cast(const Device* dev, const Operand<X>* o, int64_t N, int C, const X* pre_gelu = nullptr, G* dbias = nullptr,
               float* scratch = nullptr, bool accumulate = false) {
-    if (o->fp8->use_current_scaling && o->slot != o->fp8->fixed) {
+    if (o->fp8->use_current_scaling && o->type == FP8_E4M3) {
         Operand<X> read_only = *o;
         read_only.rows = read_only.columns = nullptr;
         fp8_cast_once(dev, &read_only, pre_gelu, (G*)nullptr, nullptr, N, C, false);
-        fp8_rescale(dev, o->fp8, o->slot, o->type);
+        fp8_rescale(dev, o->fp8, o->slot);
     }
     fp8_cast_once(dev, o, pre_gelu, dbias, scratch, N, C, accumulate);
 }

@@ -23,7 +23,6 @@ struct Fp8 {
     float* scale_inv;          // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
     uint32_t* amax;            // (slots + 1) bits of this step's amax of each slot; then the overflow count
     const float** stored;  // (slots) of a tensor that is stored as codes: [1] is its inverse, [2] its scale; or NULL
-    int fixed;             // slot of fp8_fix, whose scale needs no amax; -1: none
 };
 
 // The largest power of two that keeps `amax` times 2^spare within the type's range; 1 where it is 0.
@@ -81,26 +80,20 @@ __host__ __device__ inline void fp8_slot_event(const Fp8& f, int slot, Fp8Event 
     history[0] = amax;
 }
 
-// Sets the scale of a tensor whose values are at most `amax`, or below 0, the magnitude that was found just now.
+// Sets the scale of a tensor whose values are at most `amax`; below 0: at most the magnitude that was found just now.
 struct Fp8Rescale {
     Fp8 f;
     int slot;
-    Fp8Type type;
     float amax;
+    Fp8Type type;
 
     __host__ __device__ void at(int64_t) const {
         fp8_set_scale(f, slot, amax < 0.0f ? fp8_magnitude(f.amax[slot]) : amax, type, 0);
     }
 };
 
-inline void fp8_rescale(const Device* dev, const Fp8* f, int slot, Fp8Type type, float amax = -1.0f) {
-    for_each(dev, Fp8Rescale{*f, slot, type, amax}, 1);
-}
-
-// Sets a scale that is known beforehand, for values of at most `amax`.
-inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type type) {
-    f->fixed = slot;
-    fp8_rescale(dev, f, slot, type, amax);
+inline void fp8_rescale(const Device* dev, const Fp8* f, int slot, float amax = -1.0f, Fp8Type type = FP8_E4M3) {
+    for_each(dev, Fp8Rescale{*f, slot, amax, type}, 1);
 }
 
 inline int64_t fp8_bytes(int slots) {
@@ -153,5 +146,5 @@ inline Fp8 fp8_open(int slots, void* memory) {
     float *scale_inv = (float*)memory, *history = scale_inv + (int64_t)slots * 4;
     const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);
     float* scale = (float*)(stored + slots);
-    return {slots, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored, -1};
+    return {slots, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored};
 }

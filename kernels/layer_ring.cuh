@@ -32,7 +32,7 @@ inline void* host_alloc(const Device* dev, int64_t bytes, const char* what, int6
 
 inline void host_free(const Device* dev, void* pointer) {
     if (dev->imagined) return;
-    if (dev->gpu) {
+    if (dev->gpu && pointer) {
         check(cudaFreeHost(pointer));
     } else {
         free(pointer);

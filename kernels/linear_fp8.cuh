@@ -5,7 +5,8 @@
 // The latter are kept for the backward pass (1 byte per element instead of 2). The output's gradient has both kinds.
 // The kernel that makes a tensor writes its codes by rows (layernorm, attention's backward, the classifier), and they
 // are transposed here, for 2 bytes per element; the products next to GELU (matmul_gelu_fp8.cuh) write both kinds; other
-// tensors are cast, for 4. The first step, which finds its scales itself, casts everything but the logits' gradient.
+// tensors are cast, for 4. The first step, which finds its scales itself, casts all but, on a GPU, the logits'
+// gradient.
 //
 // Weights are cast in both passes, for 3 bytes per element each. Weights that the optimizer stores as e4m3 codes with
 // one scale per tensor are read as they are stored, with the optimizer's scale (fp8_begin), and transposed for the
@@ -65,7 +66,8 @@ inline void linear_use_begin(Fp8Use* use, const Device* dev, Fp8* scales, bool a
 template <typename X, typename G>
 void linear_set(const Fp8Use* use, Linear<X, G>* l, int slot, X* weight, const uint8_t* codes, X* dout, Fp8Made made,
                 Fp8Made dmade) {
-    l->inp = {l->inp.values, use->rows, l->inp.columns, use->scales, slot, FP8_E4M3, FP8_COPY, made};
+    l->inp = {l->inp.values, use->rows, l->inp.columns, use->scales, slot};
+    l->inp.made = made;
     l->weight = {weight, codes ? (uint8_t*)codes : use->weight, use->weight, use->scales, slot + FP8_WEIGHT};
     if (codes) l->weight.made = FP8_BY_ROWS;
     l->dout = {dout, use->drows, use->dcolumns, use->scales, slot + FP8_GRADIENT};
@@ -98,6 +100,6 @@ Linear<X, float> linear_head_begin(const Device* dev, const Fp8Use* use, int slo
     operand_need(dev, &head.weight, true, true, Vp, C);
     head.weight.made = FP8_BOTH;
     if (dev->gpu) head.dout.made = FP8_BY_ROWS;  // by the classifier
-    fp8_fix(dev, use->scales, head.dout.slot, dloss, FP8_E5M2);
+    fp8_rescale(dev, use->scales, head.dout.slot, dloss, FP8_E5M2);
     return head;
 }

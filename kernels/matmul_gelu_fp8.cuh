@@ -1,4 +1,4 @@
-// The two matrix products next to GELU, of fp8 codes, with codes as their result, on sm_90a:
+// The two matrix products next to GELU, of e4m3 codes, with such codes as their result, on sm_90a:
 //     forward   pre = inp W^T + bias,  out = gelu(pre)                      inp (N, K), W (COLS, K), bias (COLS)
 //     backward  d = (dout W) * gelu'(pre),  dbias = column sums of d        dout (N, K), W by columns (COLS, K)
 // pre is bf16 (N, COLS). out and d leave as codes by rows (N, COLS) and by columns (COLS, N), with their largest
@@ -333,9 +333,8 @@ inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out,
     launch_kernel(dev, matmul_gelu_fp8_kernel<false>, dev->sm_count, MQ_THREADS, MQ_SHARED_BYTES, maps, work);
 }
 
-// The codes of d = (dout W) * gelu'(pre); dbias: (C) (+)= the column sums of d; scratch:
-// matmul_gelu_scratch_bytes; dout: (N, OC) codes; weight: (C, OC) e4m3 codes of W by columns; pre: (N, C). Where
-// matmul_gelu_fp8_fits(dev, N, C, OC).
+// The codes of d = (dout W) * gelu'(pre); dbias: (C) (+)= the column sums of d; scratch: matmul_gelu_scratch_bytes;
+// dout: (N, OC) codes; weight: (C, OC), codes of W by columns; pre: (N, C). Where matmul_gelu_fp8_fits(dev, N, C, OC).
 template <typename G>
 void matmul_gelu_fp8_backward(const Device* dev, const Operand<bf16>* d, G* dbias, float* scratch, Fp8Factor dout,
                               Fp8Factor weight, const bf16* pre, int64_t N, int C, int OC, bool accumulate) {

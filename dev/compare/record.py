@@ -149,6 +149,9 @@ def read_all(path):
         try:
             record = json.loads(line)
             records[record["name"], record["seed"]] = record
+            if record["resolved"].get("matmul") != "fp8":
+                for unread in ("head", "fp8-grads"):  # the latter is of earlier versions
+                    record["resolved"].pop(unread, None)
         except (ValueError, KeyError, TypeError):
             raise Problem(f"{path}:{number} is no record of a run; remove the line") from None
     return records

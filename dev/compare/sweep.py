@@ -20,8 +20,8 @@ from problem import Problem, file_name
 
 # Of one start of the program, or set by the instrument itself.
 RESERVED = "config run resume sample dry-run profile fit list-formats list-presets version help".split()
-# They change neither weights nor losses: a finished run stays one when they change. fp8-grads is of earlier versions.
-NEUTRAL = ("print-every", "save-every", "keep", "fp8-grads")
+# They change neither weights nor losses: a finished run stays one when they change.
+NEUTRAL = ("print-every", "save-every", "keep")
 # Where they lie may differ from machine to machine; what they hold is compared instead.
 PATHS = ("data", "val")
 EACH = 'a list of tables, such as each = [{ m = "dyn8", v = "udyn8" }]'

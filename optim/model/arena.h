@@ -35,7 +35,7 @@ struct Arena {
     int* part;             // (count) the part of each
     int* order;            // (count) the tensors part by part
     int64_t* place;        // (count) first element of each tensor in packed memory, where two layers take turns
-    Fp8* fp8;              // the scales of fp8 products, its slots and the gradients' type set; NULL: there are none
+    Fp8* fp8;              // the scales of fp8 products, its slots set; NULL: there are none
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
     int64_t elements;  // length of an arena
