@@ -11,9 +11,9 @@ bool products_choose(Options* o, const char* gpu, int compute, char* error) {
         return data_error(error, "--matmul bf16 needs a GPU; type --matmul fp32");
     }
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
-    const bool fp8 = strcmp(o->matmul, "fp8") == 0;
-    if (fp8 && strcmp(o->head, "auto") == 0) o->head = "fp8";
-    return !fp8 || !gpu || compute >= 89 ||
+    if (strcmp(o->matmul, "fp8") != 0) return true;
+    if (strcmp(o->head, "auto") == 0) o->head = "fp8";
+    return !gpu || compute >= 89 ||
            data_error(
                error,
                "--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16", gpu,
@@ -57,9 +57,7 @@ bool batch_choose(Options* o, int64_t ranks, int64_t fits, int64_t usual, bool g
     o->logit_rows = default_logit_rows(o, rows, gpu);
     if (fp8 && strcmp(o->head, "fp8") == 0 && o->logit_rows % 16 != 0) {
         return data_error(
-            error,
-            "--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld, or --head "
-            "bf16",
+            error, "--head fp8 multiplies multiples of 16 rows, and --logit-rows is %lld; type --logit-rows %lld",
             o->logit_rows, (o->logit_rows + 15) / 16 * 16);
     }
     if (strcmp(o->grads, "auto") == 0) o->grads = bf16 && o->tokens_per_step == micro ? "bf16" : "fp32";
