@@ -12,7 +12,7 @@
 // by columns, or both, with 2 bytes read and up to 2 written per element. It can compute GELU or GELU's gradient too,
 // and a linear layer's bias gradient, the column sums of the values before they are rounded.
 //
-// On the CPU codes go through the plain C product, decoded; there all are rounded to nearest even.
+// The CPU rounds every code to nearest even, and multiplies the values that the codes stand for by the plain C product.
 #pragma once
 #include <assert.h>
 

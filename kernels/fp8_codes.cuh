@@ -13,8 +13,8 @@
 
 enum Fp8Type { FP8_E4M3, FP8_E5M2 };
 
-// The place where a kernel writes codes by rows instead of its values in bf16: e4m3, but the classifier e5m2. With rows
-// NULL it writes its values.
+// The place where a kernel writes codes by rows instead of its values in bf16. The classifier's codes are e5m2, all
+// others e4m3. With rows NULL a kernel writes its values.
 struct Fp8Codes {
     uint8_t* rows;
     const float* scale;        // device scalar

@@ -322,7 +322,7 @@ inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, i
 }
 
 // pre: (N, OC) bf16, and the codes of out: gelu(pre), from codes inp: (N, C) and weight: (OC, C); bias: (OC) bf16.
-// Where matmul_gelu_fp8_fits(dev, N, OC, C).
+// matmul_gelu_fp8_fits(dev, N, OC, C) must hold.
 inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out, bf16* pre, Fp8Factor inp,
                                     Fp8Factor weight, const bf16* bias, int64_t N, int C, int OC) {
     const MatmulGeluFp8Maps maps = {tensor_map(inp.codes, 1, N, C / 2, GEMM_ROWS),
@@ -334,7 +334,7 @@ inline void matmul_gelu_fp8_forward(const Device* dev, const Operand<bf16>* out,
 }
 
 // The codes of d = (dout W) * gelu'(pre); dbias: (C) (+)= the column sums of d; scratch: matmul_gelu_scratch_bytes;
-// dout: (N, OC) codes; weight: (C, OC), codes of W by columns; pre: (N, C). Where matmul_gelu_fp8_fits(dev, N, C, OC).
+// dout: (N, OC) codes; weight: (C, OC), codes of W by columns; pre: (N, C). matmul_gelu_fp8_fits(dev, N, C, OC) holds.
 template <typename G>
 void matmul_gelu_fp8_backward(const Device* dev, const Operand<bf16>* d, G* dbias, float* scratch, Fp8Factor dout,
                               Fp8Factor weight, const bf16* pre, int64_t N, int C, int OC, bool accumulate) {

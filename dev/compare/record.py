@@ -150,7 +150,7 @@ def read_all(path):
             record = json.loads(line)
             records[record["name"], record["seed"]] = record
             if record["resolved"].get("matmul") != "fp8":
-                for unread in ("head", "fp8-grads"):  # the latter is of earlier versions
+                for unread in ("head", "fp8-grads"):  # fp8-grads is an option of earlier versions
                     record["resolved"].pop(unread, None)
         except (ValueError, KeyError, TypeError):
             raise Problem(f"{path}:{number} is no record of a run; remove the line") from None

@@ -442,7 +442,7 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
             dwant[n * C + c] = (float)sum;
         }
     }
-    // As check_product has it, for terms of at most 0.102: codes of values up to 1 are at most 1.
+    // This is check_product's bound for terms of at most 0.102, since the code of a value up to 1 stands for at most 1.
     const auto cut = [&](double depth) {
         const double run = depth < 128 ? depth : 128;
         return dev->gpu ? 0.102 * 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt(depth / run) : 0.0;
